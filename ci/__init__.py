@@ -1,0 +1,1 @@
+"""HOW it runs: ranks and watchdog, budget and schedule, record log, environment fingerprint, command line."""

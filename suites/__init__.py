@@ -1,0 +1,1 @@
+"""WHAT is checked: cases, model, data, reference, paths, observations, oracles, verdict. Imports no other room."""

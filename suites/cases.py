@@ -1,0 +1,299 @@
+"""Cases: frozen points of the factor space. The fields of `Case` are the one table of factors.
+
+A case id is ``path:factor=value,…``. It always spells tie, head and zero, then every other factor that differs from its
+default, in the order of the table. Ids are stable over versions: never rename a factor, never change a default; add new
+factors at the end with a default that means "as before".
+
+To add a factor: one field below. To refuse a combination: one `Rule` below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+PATHS = ("handwritten", "deepspeed")
+ALWAYS_SPELLED = ("tie", "head", "zero")
+
+HEADS = 4  # attention heads; tp must divide them
+HEAD_DIM = 8
+FFN = 48  # width of the MLP; tp must divide it
+
+
+class CaseError(ValueError):
+    """A case that does not exist: unknown factor or value, or a combination that a path does not support."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One axis of the factor space.
+
+    Args:
+        values: the closed list of values, or None where `low` bounds an open range.
+        low: the smallest value of an open range (inclusive).
+        optional: the value may be None, spelled ``none``.
+        meaning: what the axis is, for people.
+        unsupported: path -> value -> why this path cannot run it.
+    """
+
+    name: str
+    kind: type
+    default: Any
+    values: tuple[Any, ...] | None
+    low: float | None
+    optional: bool
+    meaning: str
+    unsupported: Mapping[str, Mapping[Any, str]]
+
+    def parse(self, text: str) -> Any:
+        """Value of this factor from its spelling in an id.
+
+        Raises:
+            CaseError: not a value of this factor.
+        """
+        if self.optional and text == "none":
+            return None
+        try:
+            value = self.kind(text)
+        except ValueError:
+            raise CaseError(f"{self.name}={text}: not {_article(self.kind)}; {self.domain()}") from None
+        self.check(value)
+        if self.spell(value) != text:
+            raise CaseError(f"{self.name}={text}: write it as {self.name}={self.spell(value)}")
+        return value
+
+    def check(self, value: Any) -> None:
+        """Raise `CaseError` unless `value` belongs to this factor."""
+        if value is None and self.optional:
+            return
+        if type(value) is not self.kind:
+            raise CaseError(f"{self.name}={value!r}: not {_article(self.kind)}; {self.domain()}")
+        if self.values is not None and value not in self.values:
+            raise CaseError(f"{self.name}={value}: unknown value; {self.domain()}")
+        if self.low is not None and not self.low <= value < float("inf"):
+            raise CaseError(f"{self.name}={value}: out of range; {self.domain()}")
+
+    def spell(self, value: Any) -> str:
+        """Spelling of a value in an id; `parse` reads it back."""
+        if value is None:
+            return "none"
+        return format(value, "g") if self.kind is float and float(format(value, "g")) == value else str(value)
+
+    def domain(self) -> str:
+        """The values that this factor has, for error messages and `tiebench list --explain`."""
+        if self.values is not None:
+            return "one of " + ", ".join(map(str, self.values))
+        kind = "whole number" if self.kind is int else "number"
+        return f"any {kind} from {self.low:g}" + (", or none" if self.optional else "")
+
+
+def _article(kind: type) -> str:
+    return {int: "a whole number", float: "a number", str: "a word"}[kind]
+
+
+def _factor(
+    default: Any,
+    meaning: str,
+    values: Sequence[Any] | None = None,
+    *,
+    low: float | None = None,
+    kind: type | None = None,
+    unsupported: Mapping[str, Mapping[Any, str]] | None = None,
+) -> Any:
+    spec = {
+        "kind": kind or type(default),
+        "values": None if values is None else tuple(values),
+        "low": low,
+        "optional": default is None,
+        "meaning": meaning,
+        "unsupported": unsupported or {},
+    }
+    return field(default=default, metadata=spec)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the factor space: `path` and its factors.
+
+    Raises:
+        CaseError: on creation, when a value is unknown or the path does not support the combination (with the reason).
+    """
+
+    path: str
+
+    # fmt: off
+    tie: str = _factor("tied", "embedding and output head share one weight, or have one each", ("tied", "untied"))
+    head: str = _factor("vocab", "output head sharded over vocabulary (logits stay sharded), over hidden rows "
+                        "(logits all-reduced), or over vocabulary with gathered logits", ("vocab", "row", "gathered"))
+    zero: int = _factor(0, "ZeRO stage over the data-parallel ranks", (0, 1, 2, 3), unsupported={
+        "handwritten": {3: "the hand-written path spells ZeRO 0, 1 and 2 out, not 3"}})
+    tp: int = _factor(2, "tensor-parallel ranks", low=1)
+    dp: int = _factor(1, "data-parallel ranks", low=1)
+    hidden: int = _factor(32, "width of the residual stream; not divisible by tp means uneven hidden shards", low=4)
+    vocab: int = _factor(64, "rows of embedding and head; not divisible by tp means uneven vocabulary shards", low=8)
+    layers: int = _factor(2, "decoder blocks", low=1)
+    sequence: int = _factor(8, "tokens in a sequence", low=4)
+    batch: int = _factor(4, "sequences in a micro-batch of one data-parallel rank", low=1)
+    dtype: str = _factor("float32", "precision of weights and arithmetic", ("float32", "float64"), unsupported={
+        "deepspeed": {"float64": "DeepSpeed keeps fp32 master weights (ZeRO 1-3) or asserts (ZeRO 0): no true fp64"}})
+    optimizer: str = _factor("sgd", "torch optimizer, settings in suites/optimizers.py",
+                             ("sgd", "momentum", "adam", "adamw"))
+    clip: float = _factor(0.0, "largest global gradient norm; 0 means no clipping", low=0.0)
+    accumulate: int = _factor(1, "micro-batches that make one step", low=1)
+    register: str = _factor("embedding_first", "which module the model registers first",
+                            ("embedding_first", "head_first"))
+    tie_when: str = _factor("construction", "when the tie is made: in the model's constructor; after the full weights "
+                            "were loaded; on the meta device, remade after to_empty; after the model was sharded",
+                            ("construction", "after_load", "meta", "after_shard"), unsupported={
+        "deepspeed": {"after_shard": "AutoTP finds ties when it shards the model, later ones are out of its sight"}})
+    embedding_spec: str = _factor("none", "the sharding configuration names the embedding too, before or after the "
+                                  "head's entry", ("none", "before_head", "after_head"), unsupported={
+        "handwritten": {"before_head": "the hand-written path has no pattern-based configuration",
+                        "after_head": "the hand-written path has no pattern-based configuration"}})
+    padding_idx: int | None = _factor(None, "embedding row that gets no gradient from the lookup", low=0, kind=int)
+    embedding_scale: float = _factor(1.0, "factor on the embedding's output (Gemma: sqrt(hidden))", low=0.0, unsupported={})
+    head_bias: str = _factor("no", "output head has a bias", ("no", "yes"))
+    activation: str = _factor("contiguous", "memory layout of the activation that enters the head",
+                              ("contiguous", "transposed"))
+    frozen: str = _factor("none", "parameters without gradient: none, the body (all but embedding and head), or the "
+                          "embedding (with a tie: the shared weight)", ("none", "body", "embedding"))
+    seed: int = _factor(0, "seed of the initial weights and of the data", low=0)
+    steps: int = _factor(3, "optimizer steps; fewer than 3 would hide stale state", low=3)
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        if self.path not in PATHS:
+            raise CaseError(f"unknown path {self.path!r}; one of {', '.join(PATHS)}")
+        for factor in FACTORS:
+            value = getattr(self, factor.name)
+            factor.check(value)
+            reason = factor.unsupported.get(self.path, {}).get(value)
+            if reason:
+                raise CaseError(f"{self.path} with {factor.name}={factor.spell(value)}: {reason}")
+        for rule in RULES:
+            if (not rule.paths or self.path in rule.paths) and rule.refuses(self):
+                raise CaseError(f"{self.id}: {rule.reason}")
+
+    @property
+    def id(self) -> str:
+        """Readable id that `Case.parse` reads back."""
+        spelled = (
+            f"{f.name}={f.spell(getattr(self, f.name))}"
+            for f in FACTORS
+            if f.name in ALWAYS_SPELLED or getattr(self, f.name) != f.default
+        )
+        return f"{self.path}:{','.join(spelled)}"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.dp
+
+    @property
+    def tied(self) -> bool:
+        """Embedding and head share one weight."""
+        return self.tie == "tied"
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all ranks together train on in one optimizer step."""
+        return self.batch * self.sequence * self.accumulate * self.dp
+
+    @property
+    def factors(self) -> dict[str, str]:
+        """Every factor's spelling, defaults too."""
+        return {f.name: f.spell(getattr(self, f.name)) for f in FACTORS}
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """Case from its id; factors may stand in any order and defaults may be left out.
+
+        Raises:
+            CaseError: malformed id, unknown factor or value, unsupported combination.
+        """
+        path, _, rest = text.strip().partition(":")
+        if path not in PATHS:
+            raise CaseError(f"case {text!r}: unknown path {path!r}; one of {', '.join(PATHS)}")
+        known = {f.name: f for f in FACTORS}
+        given: dict[str, Any] = {}
+        for part in filter(None, rest.split(",")):
+            name, equals, value = part.partition("=")
+            if not equals:
+                raise CaseError(f"case {text!r}: {part!r} is not factor=value")
+            if name not in known:
+                raise CaseError(f"case {text!r}: unknown factor {name!r}; one of {', '.join(known)}")
+            if name in given:
+                raise CaseError(f"case {text!r}: factor {name} given twice")
+            given[name] = known[name].parse(value)
+        return cls(path, **given)
+
+    def but(self, **changes: Any) -> Case:
+        """This case with some factors changed."""
+        return dataclasses.replace(self, **changes)
+
+
+FACTORS: tuple[Factor, ...] = tuple(
+    Factor(name=f.name, default=f.default, **f.metadata) for f in fields(Case) if f.metadata
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination of factors that cannot be run, and why. Empty `paths` means every path."""
+
+    refuses: Callable[[Case], bool]
+    reason: str
+    paths: tuple[str, ...] = ()
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(lambda c: HEADS % c.tp != 0, f"the model has {HEADS} attention heads; tp must divide {HEADS}"),
+    Rule(
+        lambda c: c.padding_idx is not None and c.padding_idx >= c.vocab,
+        "padding_idx is not a row of the embedding",
+    ),
+    Rule(lambda c: c.vocab < 2 * c.tp + 2, "vocabulary too small: every shard needs a first and a last row of its own"),
+    Rule(lambda c: c.hidden < c.tp, "hidden is smaller than tp: some shard would be empty"),
+    Rule(
+        lambda c: c.batch * c.sequence < 4 * c.tp + 8,
+        "too few tokens in a micro-batch to reach every shard's first and last row",
+    ),
+    Rule(lambda c: not c.tied and c.tie_when != "construction", "an untied model never makes a tie"),
+    Rule(
+        lambda c: c.tied and c.tie_when == "after_shard" and c.head == "gathered" and c.path == "handwritten",
+        "a gathered head is sharded like the vocabulary head: choose head=vocab to make the tie after sharding",
+    ),
+    Rule(
+        lambda c: c.zero > 0 and c.frozen == "body" and c.path == "deepspeed" and c.zero == 3,
+        "ZeRO 3 in DeepSpeed needs a gradient in every group that it partitions",
+    ),
+)
+
+
+def product(path: str | Sequence[str], **values: Any) -> Iterator[Case]:
+    """Every supported case of a product of factor values; a value that is no list stands for itself.
+
+    Combinations that a path does not support are left out: a product is a selection, not a demand. `refusals` lists
+    what was left out.
+    """
+    for case in _combinations(path, values):
+        if isinstance(case, Case):
+            yield case
+
+
+def refusals(path: str | Sequence[str], **values: Any) -> list[str]:
+    """The reasons for which `product` with the same arguments leaves combinations out."""
+    return [str(c) for c in _combinations(path, values) if isinstance(c, CaseError)]
+
+
+def _combinations(path: str | Sequence[str], values: Mapping[str, Any]) -> Iterator[Case | CaseError]:
+    paths = [path] if isinstance(path, str) else list(path)
+    axes = [v if isinstance(v, (list, tuple)) else [v] for v in values.values()]
+    for chosen, *point in itertools.product(paths, *axes):
+        try:
+            yield Case(chosen, **dict(zip(values, point, strict=True)))
+        except CaseError as error:
+            yield error

@@ -1,0 +1,248 @@
+"""Observations: what one rank saw of one case, and how full tensors are assembled from the ranks' pieces.
+
+A rank writes plain values and tensors only (`RankObservation.save`, read back with ``weights_only=True``). The full
+tensors are put together here, from local shapes and offsets, never by a framework's own gather (rule 3 of the design).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from suites.cases import Case
+
+
+class ObservationError(Exception):
+    """The ranks' pieces do not make up the full tensors: something is missing, doubled or of the wrong shape."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous part of one rank's tensor-parallel shard, as ZeRO leaves it.
+
+    Args:
+        data: 1-d tensor on CPU, elements ``start .. start + data.numel()`` of the flattened local shard.
+        start: offset in the flattened local shard; 0 for a whole shard.
+        local_shape: shape of this tensor-parallel rank's whole shard, read off the live tensor.
+    """
+
+    data: Tensor
+    start: int
+    local_shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, local: Tensor) -> Piece:
+        """Piece that holds a rank's whole local shard (copied to CPU)."""
+        copy = local.detach().to("cpu", copy=True).contiguous()
+        return cls(copy.reshape(-1), 0, tuple(local.shape))
+
+    @classmethod
+    def part(cls, flat: Tensor, start: int, local_shape: Sequence[int]) -> Piece:
+        """Piece that holds a flat partition of a rank's local shard (copied to CPU)."""
+        return cls(flat.detach().to("cpu", copy=True).contiguous().reshape(-1), start, tuple(local_shape))
+
+
+@dataclass(frozen=True)
+class Lifecycle:
+    """Aliases after one event of a model's life ("constructed", "loaded", "sharded", "step 1", …).
+
+    Args:
+        same_object: the embedding's and the head's weight are one `Parameter` object.
+        same_storage: they start at the same address of one storage, with the same shape.
+    """
+
+    event: str
+    same_object: bool
+    same_storage: bool
+
+
+@dataclass(frozen=True)
+class StepObservation:
+    """One optimizer step on one rank.
+
+    Args:
+        loss: this rank's loss of each micro-batch.
+        logits: this rank's logits of each micro-batch, [batch, sequence, local vocabulary].
+        gradients: per parameter, complete over data-parallel ranks, before clipping.
+        gradient_norm: global norm before clipping as the path reports it, None where it reports none.
+        weights: per parameter, after the step.
+        collectives: names of the collectives that this rank issued, in order (recorded in the first step only).
+        seconds: wall clock of forward, backward and optimizer step, observing excluded.
+    """
+
+    loss: tuple[float, ...]
+    logits: tuple[Piece, ...]
+    gradients: Mapping[str, Piece]
+    gradient_norm: float | None
+    weights: Mapping[str, Piece]
+    collectives: tuple[str, ...] | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RankObservation:
+    """All that one rank saw of one case.
+
+    Args:
+        layout: per parameter, class of the live module that holds it.
+        census: name of each parameter that the optimizer updates, once per mention; ``?shape`` for a stranger.
+        initial: weights before the first step.
+        peak_memory_bytes: resident-set peak on CPU, allocator peak on CUDA.
+    """
+
+    rank: int
+    tp_rank: int
+    dp_rank: int
+    lifecycle: tuple[Lifecycle, ...]
+    layout: Mapping[str, str]
+    census: tuple[str, ...]
+    initial: Mapping[str, Piece]
+    steps: tuple[StepObservation, ...]
+    peak_memory_bytes: int
+    notes: tuple[str, ...] = field(default=())
+
+    def save(self, path: Path) -> None:
+        """Write to `path` as plain values and tensors."""
+        torch.save(asdict(self), path)
+
+    @classmethod
+    def load(cls, path: Path) -> RankObservation:
+        """Read what `save` wrote; no code is run (``weights_only=True``).
+
+        Raises:
+            ObservationError: the file is missing, damaged or of another layout.
+        """
+        try:
+            raw = torch.load(path, weights_only=True, map_location="cpu")
+            return _rank(raw)
+        except (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError) as error:
+            raise ObservationError(f"observation {path.name} cannot be read: {error}") from None
+
+
+def _rank(raw: dict[str, Any]) -> RankObservation:
+    steps = tuple(
+        StepObservation(
+            **{
+                **step,
+                "loss": tuple(step["loss"]),
+                "logits": tuple(Piece(**piece) for piece in step["logits"]),
+                "gradients": _pieces(step["gradients"]),
+                "weights": _pieces(step["weights"]),
+            }
+        )
+        for step in raw["steps"]
+    )
+    lifecycle = tuple(Lifecycle(**event) for event in raw["lifecycle"])
+    return RankObservation(**{**raw, "steps": steps, "lifecycle": lifecycle, "initial": _pieces(raw["initial"])})
+
+
+def _pieces(raw: Mapping[str, dict[str, Any]]) -> dict[str, Piece]:
+    return {name: Piece(**piece) for name, piece in raw.items()}
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A full tensor put together from all ranks' pieces.
+
+    Args:
+        value: the full tensor, on CPU, in the precision that the ranks hold it in.
+        dim: dimension over which the tensor-parallel shards lie side by side, None when every rank holds all of it.
+        sizes: extent of each tensor-parallel shard along `dim`.
+        replicas_equal: all copies of one and the same element, on any rank, are bitwise equal.
+        disagreement: which ranks disagree and by how much; empty when they agree.
+    """
+
+    value: Tensor
+    dim: int | None
+    sizes: tuple[int, ...]
+    replicas_equal: bool
+    disagreement: str = ""
+
+
+def assemble(name: str, pieces: Mapping[tuple[int, int], Piece], full_shape: Sequence[int], case: Case) -> Assembled:
+    """Full tensor of `name` from the pieces of ranks ``(tp_rank, dp_rank)``.
+
+    Within a tensor-parallel rank the data-parallel ranks' pieces must cover the local shard; where they overlap they are
+    compared bit by bit. Across tensor-parallel ranks the shards are either all full (then compared bit by bit) or lie side by
+    side along the one dimension whose extents add up.
+
+    Raises:
+        ObservationError: pieces missing, gaps, or shapes that do not add up to `full_shape`.
+    """
+    shards: list[Tensor] = []
+    disagreements: list[str] = []
+    for tp_rank in range(case.tp):
+        mine = {dp: piece for (tp, dp), piece in pieces.items() if tp == tp_rank}
+        if len(mine) != case.dp:
+            raise ObservationError(f"{name}: {len(mine)} of {case.dp} data-parallel pieces on tensor-parallel rank {tp_rank}")
+        shards.append(_cover(name, tp_rank, mine, disagreements))
+    shape = tuple(full_shape)
+    if all(tuple(s.shape) == shape for s in shards):
+        for tp_rank, shard in enumerate(shards[1:], 1):
+            if not bitwise_equal(shard, shards[0]):
+                disagreements.append(f"{name}: tensor-parallel rank {tp_rank} differs from rank 0 by {_gap(shard, shards[0])}")
+        return Assembled(shards[0], None, (), not disagreements, "; ".join(disagreements))
+    dims = [d for d in range(len(shape)) if sum(s.shape[d] for s in shards if s.dim() == len(shape)) == shape[d]]
+    fits = [d for d in dims if all(_fits(s, shape, d) for s in shards)]
+    if not fits:
+        shown = ", ".join(str(tuple(s.shape)) for s in shards)
+        raise ObservationError(f"{name}: local shapes {shown} do not add up to {shape}")
+    dim = fits[0]
+    sizes = tuple(s.shape[dim] for s in shards)
+    return Assembled(torch.cat(shards, dim), dim, sizes, not disagreements, "; ".join(disagreements))
+
+
+def _cover(name: str, tp_rank: int, mine: Mapping[int, Piece], disagreements: list[str]) -> Tensor:
+    first = mine[min(mine)]
+    if any(piece.local_shape != first.local_shape for piece in mine.values()):
+        raise ObservationError(f"{name}: data-parallel ranks of tensor-parallel rank {tp_rank} hold different shapes")
+    size = int(torch.Size(first.local_shape).numel())
+    flat = torch.empty(size, dtype=first.data.dtype)
+    filled = torch.zeros(size, dtype=torch.bool)
+    for dp_rank, piece in sorted(mine.items()):
+        end = piece.start + piece.data.numel()
+        if piece.start < 0 or end > size or piece.data.dtype != flat.dtype:
+            raise ObservationError(f"{name}: rank tp {tp_rank} dp {dp_rank} holds elements {piece.start}..{end} of {size}")
+        old, seen = flat[piece.start : end], filled[piece.start : end]
+        if bool(seen.any()) and not bitwise_equal(old[seen], piece.data[seen]):
+            gap = _gap(piece.data[seen], old[seen])
+            disagreements.append(f"{name}: data-parallel rank {dp_rank} of tensor-parallel rank {tp_rank} differs by {gap}")
+        flat[piece.start : end] = torch.where(seen, old, piece.data)
+        filled[piece.start : end] = True
+    if not bool(filled.all()):
+        raise ObservationError(f"{name}: {int((~filled).sum())} of {size} elements of tensor-parallel rank {tp_rank} are on no rank")
+    return flat.reshape(first.local_shape)
+
+
+def _fits(shard: Tensor, shape: tuple[int, ...], dim: int) -> bool:
+    return shard.dim() == len(shape) and all(s == f for d, (s, f) in enumerate(zip(shard.shape, shape, strict=True)) if d != dim)
+
+
+def bitwise_equal(a: Tensor, b: Tensor) -> bool:
+    """Same shape and the same bits (NaN equals the same NaN, 0.0 differs from -0.0)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _gap(a: Tensor, b: Tensor) -> str:
+    if a.shape != b.shape:
+        return f"shape {tuple(a.shape)} against {tuple(b.shape)}"
+    return f"{(a.double() - b.double()).abs().max().item():.3g}"
+
+
+def by_rank(ranks: Sequence[RankObservation]) -> dict[tuple[int, int], RankObservation]:
+    """Observations keyed by ``(tp_rank, dp_rank)``.
+
+    Raises:
+        ObservationError: two ranks claim the same place.
+    """
+    placed = {(r.tp_rank, r.dp_rank): r for r in ranks}
+    if len(placed) != len(ranks):
+        raise ObservationError("two ranks claim the same place in the mesh")
+    return placed
