@@ -1,0 +1,137 @@
+"""One rank's training of one case: the same loop over every path's `Trainer`, observing between the timed parts."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from suites import data, paths
+from suites.cases import Case
+from suites.model import EMBEDDING, HEAD
+from suites.observe import Lifecycle, Piece, RankObservation, StepObservation
+
+Progress = Callable[[str], None]
+
+
+class CollectiveLog(TorchDispatchMode):
+    """Names of the collectives that this rank issues while the mode is on, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.overloadpacket.__name__.rstrip("_")
+            if name != "wait_tensor":
+                self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def run_rank(case: Case, device: torch.device, progress: Progress = lambda phase: None) -> RankObservation:
+    """Build the case's path on this rank, train it, and return what was seen.
+
+    The default process group must be up with `case.world_size` ranks. `progress` hears the name of each phase as it begins
+    ("build", "step 1 forward", …): the watchdog names it when this rank hangs.
+
+    Raises:
+        Exception: whatever the framework raises; the caller tells refusals from crashes.
+    """
+    lifecycle: list[Lifecycle] = []
+
+    def notice(event: str, embedding: Tensor, head: Tensor) -> None:
+        lifecycle.append(Lifecycle(event, embedding is head, same_storage(embedding, head)))
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    progress("build")
+    trainer = paths.load(case.path)(case, device, notice)
+    try:
+        named = dict(trainer.parameters())
+        initial = dict(trainer.weights())
+        steps = []
+        for step in range(case.steps):
+            steps.append(_step(case, trainer, step, device, progress))
+            named = dict(trainer.parameters())
+            notice(f"step {step + 1}", named[EMBEDDING], named[HEAD])
+        return RankObservation(
+            rank=torch.distributed.get_rank(),
+            tp_rank=trainer.tp_rank,
+            dp_rank=trainer.dp_rank,
+            lifecycle=tuple(lifecycle),
+            layout=dict(trainer.layout()),
+            census=_census(trainer, named),
+            initial=initial,
+            steps=tuple(steps),
+            peak_memory_bytes=peak_memory(device),
+        )
+    finally:
+        progress("close")
+        trainer.close()
+
+
+def _step(case: Case, trainer: paths.Trainer, step: int, device: torch.device, progress: Progress) -> StepObservation:
+    batches = [data.micro_batch(case, step, micro, trainer.dp_rank).to(device) for micro in range(case.accumulate)]
+    outputs = []
+    log = CollectiveLog() if step == 0 else None
+    seconds = 0.0
+    for micro, batch in enumerate(batches):
+        progress(f"step {step + 1} forward and backward")
+        start = _now(device)
+        with log or contextlib.nullcontext():
+            loss, logits = trainer.forward_backward(batch, last=micro == len(batches) - 1)
+        seconds += _now(device) - start
+        outputs.append((loss.detach().double().item(), Piece.whole(logits)))
+    progress(f"step {step + 1} gradients")
+    gradients = dict(trainer.gradients())
+    progress(f"step {step + 1} update")
+    start = _now(device)
+    with log or contextlib.nullcontext():
+        norm = trainer.step()
+    seconds += _now(device) - start
+    return StepObservation(
+        loss=tuple(loss for loss, _ in outputs),
+        logits=tuple(logits for _, logits in outputs),
+        gradients=gradients,
+        gradient_norm=norm,
+        weights=dict(trainer.weights()),
+        collectives=tuple(log.names) if log else None,
+        seconds=seconds,
+    )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes of this rank: the allocator's since the case began on CUDA, the process's resident set on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """Same memory, start and shape: writing one is writing the other. Meta and emptied tensors have no memory to share."""
+    if a is b:
+        return True
+    if a.device != b.device or a.is_meta or a.numel() == 0:
+        return False
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+def _census(trainer: paths.Trainer, named: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Canonical name of each parameter that the optimizer holds, one entry a mention (a tied weight: the embedding's name)."""
+    names: dict[int, str] = {}
+    for name, parameter in named.items():
+        names.setdefault(id(parameter), name)
+    return tuple(names.get(id(p), f"?{tuple(p.shape)}") for p in trainer.optimized())
