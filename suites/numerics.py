@@ -1,0 +1,95 @@
+"""Rounding or not: the size of a deviation in units of the rounding that an unsharded run of the same precision shows.
+
+For each compared tensor, the noise is what one unsharded run at the case's precision differs from fp64 by, at the same weights.
+Its root mean square is the predicted sigma of the sharded run: sharding changes the order of sums, not their precision.
+Deviations are then judged as a whole tensor, row by row, and element by element, against limits in sigmas (first calibrated in
+a simulator: see `suites/README.md`).
+
+References: Higham & Mary 2019, "A new approach to probabilistic rounding error analysis"; TTrace, arXiv 2506.09280.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Largest deviation, in predicted sigmas, that is still rounding. Calibrated on both paths by ci/calibrate.
+LIMITS = {"tensor": 6.0, "row": 12.0, "element": 40.0, "scalar": 20.0, "replay": 50.0}
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Half the distance from 1 to the next number: 2**-24 for fp32, 2**-53 for fp64."""
+    return torch.finfo(dtype).eps / 2
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far one tensor is from the fp64 reference.
+
+    Args:
+        name: what was compared.
+        score: the worst of tensor, row and element deviation, each over its limit; above 1 is more than rounding.
+        scope: which of the three was worst.
+        sigmas: that deviation in predicted sigmas.
+        relative: root mean square of the error over that of the reference.
+        predicted: root mean square of the predicted error over that of the reference.
+        row: index of the row with the worst error.
+        rows_wrong: share of rows whose error is above the row limit.
+        sees: smallest relative error of the whole tensor that would have been flagged.
+    """
+
+    name: str
+    score: float
+    scope: str
+    sigmas: float
+    relative: float
+    predicted: float
+    row: int
+    rows_wrong: float
+    sees: float
+
+
+def deviation(name: str, run: Tensor, reference: Tensor, noise: Tensor, u: float) -> Deviation:
+    """Compare `run` with the fp64 `reference`, given an unsharded run's error `noise` at unit roundoff `u`.
+
+    All three have one shape; rows are the first dimension (all but the last, flattened, where there are more than two).
+    A value that is not finite counts as an infinite deviation.
+    """
+    run, reference, noise = (_rows(t) for t in (run, reference, noise))
+    error = run - reference
+    finite = bool(torch.isfinite(run).all())
+    scale = _rms(reference)
+    sigma = max(_rms(noise), 0.5 * u * scale, torch.finfo(torch.float64).tiny)
+    sigma_row = torch.sqrt(noise.square().mean(1) + (0.5 * sigma) ** 2)
+    row_error = error.square().mean(1).sqrt()
+    ratios = {
+        "tensor": _rms(error) / sigma / LIMITS["tensor"],
+        "row": float((row_error / sigma_row).max()) / LIMITS["row"],
+        "element": float((error.abs().amax(1) / sigma_row).max()) / LIMITS["element"],
+    }
+    scope = max(ratios, key=lambda key: ratios[key]) if finite else "tensor"
+    score = ratios[scope] if finite else math.inf
+    wrong = row_error / sigma_row > LIMITS["row"]
+    return Deviation(
+        name=name,
+        score=score,
+        scope=scope,
+        sigmas=score * LIMITS[scope],
+        relative=_rms(error) / scale if finite and scale else (math.inf if _rms(error) else 0.0),
+        predicted=sigma / scale if scale else 0.0,
+        row=int((row_error / sigma_row).nan_to_num(math.inf).argmax()),
+        rows_wrong=float(wrong.double().mean()) if finite else 1.0,
+        sees=LIMITS["tensor"] * sigma / scale if scale else 0.0,
+    )
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[rows, columns]; a vector is one row, since a row of one element has no root mean square to speak of."""
+    return tensor.double().reshape(-1, tensor.shape[-1])
+
+
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0

@@ -1,0 +1,461 @@
+"""Oracles: each one check over a case's observations. It flags or not, and says why in one line.
+
+To add one: a function ``(Evidence) -> Finding`` and a row in `ORACLES`; a fault that it must catch in `suites.faults`; the null
+runs of the test suite are all the unmodified cases. An oracle knows nothing of frameworks.
+
+Two kinds: exact oracles (ties, replicas, layout, census, …) answer yes or no and decide by themselves. Numeric oracles measure in
+predicted sigmas (`suites.numerics`) and leave the decision to `suites.verdict`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from suites import layouts, optimizers
+from suites.cases import Case
+from suites.model import EMBEDDING, HEAD, initial_weights, parameter_shapes, trainable
+from suites.numerics import LIMITS, Deviation, deviation, unit_roundoff
+from suites.observe import Assembled, ObservationError, Piece, RankObservation, assemble, bitwise_equal, by_rank
+from suites.reference import Evaluation, ReferenceCache
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one oracle says of one case; the fields are those of `ci.records.Finding`.
+
+    Args:
+        oracle: its name.
+        flagged: the check failed.
+        evidence: one line for people.
+        error: worst deviation, in `unit`; None for exact oracles.
+        limit: largest deviation that is still rounding, in `unit`.
+        unit: what both are measured in.
+    """
+
+    oracle: str
+    flagged: bool
+    evidence: str
+    error: float | None = None
+    limit: float | None = None
+    unit: str | None = None
+
+
+class Evidence:
+    """All that the oracles look at: observations by rank, full tensors, and the reference at the run's own weights.
+
+    Full tensors are assembled on demand; what cannot be assembled is missing from the maps and stands in `gaps`.
+    """
+
+    def __init__(self, case: Case, ranks: Sequence[RankObservation], cache: ReferenceCache):
+        self.case = case
+        self.ranks = by_rank(ranks)
+        self.cache = cache
+        self.gaps: list[str] = []
+        self.dtype = getattr(torch, case.dtype)
+        self.u = unit_roundoff(self.dtype)
+        shapes = parameter_shapes(case)
+        self.initial = self._all("initial weights", {n: self._pieces(n, "initial", None) for n in shapes})
+        self.weights: list[dict[str, Assembled]] = []  # after each step
+        self.gradients: list[dict[str, Assembled]] = []
+        self.logits: list[dict[tuple[int, int], Assembled]] = []
+        for step in range(case.steps):
+            names = [n for n in shapes if trainable(case, n)]
+            self.weights.append(self._all(f"step {step + 1} weight", {n: self._pieces(n, "weights", step) for n in shapes}))
+            self.gradients.append(
+                self._all(f"step {step + 1} gradient", {n: self._pieces(n, "gradients", step) for n in names})
+            )
+            self.logits.append(self._logits(step))
+
+    def _pieces(self, name: str, kind: str, step: int | None) -> dict[tuple[int, int], Piece]:
+        found = {}
+        for place, rank in self.ranks.items():
+            if step is not None and step >= len(rank.steps):
+                continue
+            holder: Mapping[str, Piece] = getattr(rank if step is None else rank.steps[step], kind)
+            if name in holder:
+                found[place] = holder[name]
+        return found
+
+    def _all(self, what: str, pieces: Mapping[str, Mapping[tuple[int, int], Piece]]) -> dict[str, Assembled]:
+        shapes = parameter_shapes(self.case)
+        whole = {}
+        for name, placed in pieces.items():
+            try:
+                whole[name] = assemble(name, placed, shapes[name], self.case)
+            except ObservationError as error:
+                self.gaps.append(f"{what} {error}")
+        return whole
+
+    def _logits(self, step: int) -> dict[tuple[int, int], Assembled]:
+        case, found = self.case, {}
+        for dp_rank in range(case.dp):
+            for micro in range(case.accumulate):
+                placed = {
+                    (tp, 0): rank.steps[step].logits[micro]
+                    for (tp, dp), rank in self.ranks.items()
+                    if dp == dp_rank and step < len(rank.steps) and micro < len(rank.steps[step].logits)
+                }
+                try:
+                    shape = (case.batch, case.sequence, case.vocab)
+                    # Each data-parallel rank has logits of its own: here a mesh of one such rank.
+                    found[dp_rank, micro] = assemble("logits", placed, shape, case.but(path="handwritten", dp=1, zero=0))
+                except ObservationError as error:
+                    self.gaps.append(f"step {step + 1} micro-batch {micro} of data-parallel rank {dp_rank}: {error}")
+        return found
+
+    def before(self, step: int) -> dict[str, Assembled]:
+        """Weights that step `step` (from 0) started from."""
+        return self.initial if step == 0 else self.weights[step - 1]
+
+    @cached_property
+    def exact(self) -> list[Evaluation | None]:
+        """fp64 reference of each step at the run's own weights, None where these could not be assembled."""
+        return [self._evaluate(step, torch.float64) for step in range(self.case.steps)]
+
+    @cached_property
+    def rounded(self) -> list[Evaluation | None]:
+        """Unsharded run of each step in fp32 at the run's own weights: what rounding looks like."""
+        return [self._evaluate(step, torch.float32) for step in range(self.case.steps)]
+
+    def _evaluate(self, step: int, dtype: torch.dtype) -> Evaluation | None:
+        weights = {name: whole.value for name, whole in self.before(step).items()}
+        if set(weights) != set(parameter_shapes(self.case)):
+            return None
+        return self.cache.evaluate(self.case, weights, step, dtype)
+
+    def noise(self, rounded: Tensor, exact: Tensor) -> Tensor:
+        """Error of an unsharded run at the case's precision: measured in fp32, scaled by the unit roundoffs."""
+        return (rounded.double() - exact.double()) * (self.u / unit_roundoff(torch.float32))
+
+
+# --- exact oracles -----------------------------------------------------------------------------------------------------
+
+
+def complete(e: Evidence) -> Finding:
+    """Every rank, step, loss and tensor is there and fits together."""
+    problems = list(e.gaps)
+    if len(e.ranks) != e.case.world_size:
+        problems.insert(0, f"{len(e.ranks)} of {e.case.world_size} ranks reported")
+    for place, rank in e.ranks.items():
+        if len(rank.steps) != e.case.steps:
+            problems.append(f"rank {rank.rank} {place} reported {len(rank.steps)} of {e.case.steps} steps")
+    more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
+    good = f"{e.case.world_size} ranks, {e.case.steps} steps, {len(parameter_shapes(e.case))} parameters, no gap"
+    return Finding("complete", bool(problems), "; ".join(problems[:2]) + more if problems else good)
+
+
+def tie(e: Evidence) -> Finding:
+    """Embedding and head share one weight from the tie on, at every event; an untied model's never do."""
+    for rank in (e.ranks[place] for place in sorted(e.ranks)):
+        events = list(rank.lifecycle)
+        seen = [event.event for event in events]
+        if missing := {"sharded", f"step {e.case.steps}"} - set(seen):
+            return Finding("tie", True, f"rank {rank.rank} never reported {', '.join(sorted(missing))}")
+        if not e.case.tied:
+            for event in events:
+                if event.same_object or event.same_storage:
+                    return Finding("tie", True, f"untied model shares one weight after {event.event!r} on rank {rank.rank}")
+            continue
+        if "tied" not in seen:
+            return Finding("tie", True, f"the tie was never made on rank {rank.rank}")
+        last = len(seen) - 1 - seen[::-1].index("tied")
+        for event in events[last:]:
+            if not (event.same_object or event.same_storage):
+                return Finding(
+                    "tie",
+                    True,
+                    f"tie broken: after {event.event!r} embedding and head are separate tensors on rank {rank.rank}",
+                )
+    for step in range(e.case.steps if e.case.tied else 0):
+        pair = [e.weights[step].get(name) for name in (EMBEDDING, HEAD)]
+        if all(pair) and not bitwise_equal(pair[0].value, pair[1].value):  # type: ignore[union-attr]
+            gap = (pair[0].value - pair[1].value).abs().max().item()  # type: ignore[union-attr]
+            return Finding("tie", True, f"tie broken: embedding and head differ by up to {gap:.2g} after step {step + 1}")
+    kind = "one weight" if e.case.tied else "two weights"
+    return Finding("tie", False, f"{kind} at all {len(next(iter(e.ranks.values())).lifecycle)} events on every rank")
+
+
+def layout(e: Evidence) -> Finding:
+    """What was asked for is what ran: sharded dimensions read off the live local shapes, no shard empty."""
+    wanted = layouts.expected_layout(e.case)
+    for name, whole in e.initial.items():
+        if whole.dim != wanted[name]:
+            classes = e.ranks[min(e.ranks)].layout.get(name, "?")
+            return Finding(
+                "layout", True, f"{name} ({classes}) is {_cut(whole.dim)} and should be {_cut(wanted[name])}"
+            )
+        if whole.dim is not None and min(whole.sizes) == 0:
+            return Finding("layout", True, f"{name} has an empty shard: sizes {list(whole.sizes)}")
+    for logits in (whole for step in e.logits for whole in step.values()):
+        if logits.dim != layouts.expected_logits_dim(e.case):
+            should = _cut(layouts.expected_logits_dim(e.case))
+            return Finding("layout", True, f"logits are {_cut(logits.dim)} and should be {should}")
+    classes = e.ranks[min(e.ranks)].layout
+    sizes = {name: "/".join(map(str, e.initial[name].sizes)) for name in (EMBEDDING, HEAD) if name in e.initial}
+    shown = ", ".join(f"{classes.get(n, '?')} {n} {_cut(e.initial[n].dim)} {sizes[n]}".strip() for n in sizes)
+    note = layouts.layout_note(e.case)
+    return Finding("layout", False, f"{shown}; {note}" if note else shown)
+
+
+def _cut(dim: int | None) -> str:
+    return "whole on every rank" if dim is None else f"sharded over dimension {dim}"
+
+
+def start(e: Evidence) -> Finding:
+    """The run starts from the given initial weights, bit for bit."""
+    given = initial_weights(e.case)
+    for name, whole in e.initial.items():
+        if not bitwise_equal(whole.value, given[name].to(e.dtype)):
+            if whole.value.dtype != e.dtype:
+                return Finding("start", True, f"{name} is {whole.value.dtype}, the case asks for {e.dtype}")
+            gap = (whole.value.double() - given[name]).abs().max().item()
+            return Finding("start", True, f"{name} starts up to {gap:.2g} away from the given initial weights")
+    return Finding("start", False, "all initial weights as given, bit for bit")
+
+
+def replicas(e: Evidence) -> Finding:
+    """All copies of one element (weights, gradients, logits; over both kinds of ranks) are bitwise equal, losses too."""
+    checked = 0
+    for step in range(e.case.steps):
+        for kind, wholes in (("weights", e.weights), ("gradients", e.gradients), ("logits", e.logits)):
+            for whole in wholes[step].values():  # type: ignore[attr-defined]
+                checked += 1
+                if not whole.replicas_equal:
+                    return Finding("replicas", True, f"replicas drift in step {step + 1}, {kind}: {whole.disagreement}")
+        for dp_rank in range(e.case.dp):
+            losses = {r.steps[step].loss for (_, dp), r in e.ranks.items() if dp == dp_rank and step < len(r.steps)}
+            if len(losses) > 1:
+                return Finding("replicas", True, f"tensor-parallel ranks disagree on the loss of step {step + 1}: {losses}")
+        norms = {r.steps[step].gradient_norm for r in e.ranks.values() if step < len(r.steps)}
+        if len(norms) > 1:
+            return Finding("replicas", True, f"ranks disagree on the gradient norm of step {step + 1}: {sorted(map(str, norms))}")
+    return Finding("replicas", False, f"{checked} tensors: every copy bitwise equal")
+
+
+def collectives(e: Evidence) -> Finding:
+    """All ranks issue the same collectives in the same order, and at least one where there is more than one rank."""
+    logs = {rank.rank: rank.steps[0].collectives or () for rank in e.ranks.values() if rank.steps}
+    if not logs:
+        return Finding("collectives", True, "no rank reported a step")
+    first = min(logs)
+    for rank, log in sorted(logs.items()):
+        if log != logs[first]:
+            at = next((i for i, (a, b) in enumerate(zip(log, logs[first], strict=False)) if a != b), min(len(log), len(logs[first])))
+            mine, theirs = (names[at] if at < len(names) else "none" for names in (log, logs[first]))
+            return Finding(
+                "collectives", True, f"collective {at + 1} of the first step is {mine} on rank {rank}, {theirs} on rank {first}"
+            )
+    if e.case.world_size > 1 and not logs[first]:
+        return Finding("collectives", True, f"{e.case.world_size} ranks trained without one collective")
+    counts = ", ".join(f"{count} {name}" for name, count in sorted(Counter(logs[first]).items()))
+    return Finding("collectives", False, f"in the first step, equal on all ranks: {counts or 'none'}")
+
+
+def census(e: Evidence) -> Finding:
+    """The optimizer was given every trainable parameter exactly once, a tied weight once, and nothing else."""
+    wanted = {n for n in parameter_shapes(e.case) if trainable(e.case, n) and not (e.case.tied and n == HEAD)}
+    for rank in e.ranks.values():
+        counts = Counter(rank.census)
+        doubled = sorted(n for n, count in counts.items() if count > 1)
+        missing, strange = sorted(wanted - set(counts)), sorted(set(counts) - wanted)
+        for what, names in (("holds twice", doubled), ("lacks", missing), ("should not hold", strange)):
+            if names:
+                return Finding("census", True, f"the optimizer on rank {rank.rank} {what} {', '.join(names[:3])}")
+    return Finding("census", False, f"the optimizer holds each of {len(wanted)} parameters once")
+
+
+# --- numeric oracles ---------------------------------------------------------------------------------------------------
+
+
+def _worst(oracle: str, found: Sequence[tuple[int, Deviation]], extra: str = "") -> Finding:
+    """Finding of a numeric oracle from all its deviations, each with its step (from 0)."""
+    if not found:
+        return Finding(oracle, False, "nothing to compare")
+    step, worst = max(found, key=lambda item: item[1].score)
+    limit = LIMITS[worst.scope]
+    sees = max(d.sees for _, d in found)
+    where = f"{worst.name} step {step + 1}"
+    if worst.score > 1:
+        rows = f", {worst.rows_wrong:.0%} of rows wrong, worst row {worst.row}" if worst.rows_wrong else ""
+        text = (
+            f"{where}: relative error {worst.relative:.2g} where rounding gives {worst.predicted:.2g} "
+            f"({worst.scope} {_sigmas(worst.sigmas)} sigma, limit {limit:g}){rows}{extra}"
+        )
+    else:
+        text = f"worst {worst.sigmas:.2g} of {limit:g} sigma ({worst.scope}, {where}); sees errors above {sees:.0e} of a tensor"
+    return Finding(oracle, worst.score > 1, text, worst.sigmas, limit, f"sigma ({worst.scope})")
+
+
+def _sigmas(value: float) -> str:
+    return "not finite:" if math.isinf(value) else f"{value:.3g}"
+
+
+def loss(e: Evidence) -> Finding:
+    """Loss of every micro-batch on every data-parallel rank against the reference."""
+    found = []
+    for step, (exact, rounded) in enumerate(zip(e.exact, e.rounded, strict=True)):
+        if exact is None or rounded is None:
+            continue
+        keys = sorted(exact.loss)
+        reference = torch.tensor([exact.loss[k] for k in keys], dtype=torch.float64)
+        noise = e.noise(torch.tensor([rounded.loss[k] for k in keys], dtype=torch.float64), reference)
+        sigma = max(float(noise.square().mean().sqrt()), e.u * float(reference.abs().mean()))
+        for (_, dp_rank), rank in sorted(e.ranks.items()):
+            if step >= len(rank.steps):
+                continue
+            for i, (dp, micro) in enumerate(keys):
+                if dp == dp_rank and micro < len(rank.steps[step].loss):
+                    found.append((step, _scalar(f"loss of micro-batch {micro}", rank.steps[step].loss[micro], float(reference[i]), sigma)))
+    return _worst("loss", found)
+
+
+def _scalar(name: str, run: float, reference: float, sigma: float) -> Deviation:
+    sigmas = abs(run - reference) / sigma if math.isfinite(run) else math.inf
+    scale = abs(reference) or 1.0
+    return Deviation(
+        name, sigmas / LIMITS["scalar"], "scalar", sigmas, sigmas * sigma / scale, sigma / scale, 0, 0.0, LIMITS["scalar"] * sigma / scale
+    )
+
+
+def logits(e: Evidence) -> Finding:
+    """Full logits of every micro-batch against the reference."""
+    found = []
+    for step, (exact, rounded) in enumerate(zip(e.exact, e.rounded, strict=True)):
+        if exact is None or rounded is None:
+            continue
+        for key, whole in e.logits[step].items():
+            reference = exact.logits[key]
+            noise = e.noise(rounded.logits[key], reference)
+            found.append((step, deviation(f"logits of micro-batch {key[1]}", whole.value, reference, noise, e.u)))
+    return _worst("logits", found)
+
+
+def gradient(e: Evidence) -> Finding:
+    """Every full gradient against the reference at the run's own weights; a tied one is the sum of both contributions."""
+    found, parts = [], ""
+    for step, (exact, rounded) in enumerate(zip(e.exact, e.rounded, strict=True)):
+        if exact is None or rounded is None:
+            continue
+        for name, whole in e.gradients[step].items():
+            reference = exact.gradients[name]
+            found.append((step, deviation(name, whole.value, reference, e.noise(rounded.gradients[name], reference), e.u)))
+            if e.case.tied and name in (EMBEDDING, HEAD) and found[-1][1].score > 1 and not parts:
+                parts = f"; {name} holds {contributions(whole.value, exact)}"
+    return _worst("gradient", found, parts)
+
+
+def contributions(run: Tensor, exact: Evaluation) -> str:
+    """How much of each contribution a tied gradient holds: the least-squares fit of run = a * lookup + b * projection."""
+    if exact.lookup is None or exact.projection is None or not bool(torch.isfinite(run).all()):
+        return "no finite gradient"
+    parts = torch.stack([exact.lookup.double().flatten(), exact.projection.double().flatten()], 1)
+    fit = torch.linalg.lstsq(parts, run.double().flatten().unsqueeze(1)).solution.flatten().tolist()
+    return f"{fit[0]:.3f} of the lookup's and {fit[1]:.3f} of the projection's contribution"
+
+
+def gradient_norm(e: Evidence) -> Finding:
+    """The global gradient norm that the path reports, against that of the reference gradient."""
+    found = []
+    for step, (exact, rounded) in enumerate(zip(e.exact, e.rounded, strict=True)):
+        if exact is None or rounded is None:
+            continue
+        reference = exact.gradient_norm
+        noise = {n: e.noise(rounded.gradients[n], g) for n, g in exact.gradients.items()}
+        once = {id(exact.gradients[n]): noise[n] for n in noise}
+        spread = math.sqrt(sum(float(t.square().sum()) for t in once.values()))
+        sigma = max(spread, 4 * e.u * reference, torch.finfo(torch.float64).tiny)
+        for rank in e.ranks.values():
+            norm = rank.steps[step].gradient_norm if step < len(rank.steps) else None
+            if norm is not None:
+                found.append((step, _scalar("gradient norm", norm, reference, sigma)))
+    return _worst("gradient_norm", found) if found else Finding("gradient_norm", False, "the path reports none")
+
+
+def update(e: Evidence) -> Finding:
+    """Weights after each step against an fp64 replay of the optimizer on the run's own gradients and weights.
+
+    Frozen parameters must not move by a bit. Deviations are in units of the rounding of one update.
+    """
+    replays = {n: optimizers.replay(e.case) for n in parameter_shapes(e.case) if trainable(e.case, n)}
+    found = []
+    for step in range(e.case.steps):
+        own = e.gradients[step]
+        once = [n for n in own if not (e.case.tied and n == HEAD and EMBEDDING in own)]
+        norm = math.sqrt(sum(float(own[n].value.double().square().sum()) for n in once))
+        coefficient = optimizers.clip_coefficient(norm, e.case.clip)
+        for name, after in e.weights[step].items():
+            before = e.before(step).get(name)
+            if before is None:
+                continue
+            if name not in replays:
+                if not bitwise_equal(before.value, after.value):
+                    return Finding("update", True, f"{name} is frozen and moved in step {step + 1}")
+                continue
+            if name in own:
+                expected = replays[name].step(before.value.double(), own[name].value.double() * coefficient)
+                found.append((step, _replayed(name, before.value, after.value, expected, e)))
+    return _worst("update", found)
+
+
+def _replayed(name: str, before: Tensor, after: Tensor, expected: Tensor, e: Evidence) -> Deviation:
+    moved = expected - before.double()
+    rate = optimizers.SETTINGS[e.case.optimizer]["lr"]
+    # Rounding of the stored weight, of the update, and (adaptive ones divide by a root of moments) of a full-sized update.
+    adaptive = rate if e.case.optimizer.startswith("adam") else 0.0
+    sigma = e.u * (expected.abs() + moved.abs() + adaptive) + torch.finfo(torch.float64).tiny
+    error = after.double() - expected
+    sigmas = error.abs() / sigma
+    finite = bool(torch.isfinite(after).all())
+    rows = sigmas.reshape(sigmas.shape[0], -1).amax(1)
+    worst = float(rows.max()) if finite else math.inf
+    scale = float(moved.square().mean().sqrt()) or 1.0
+    predicted = float(sigma.square().mean().sqrt()) / scale
+    return Deviation(
+        name=f"update of {name}",
+        score=worst / LIMITS["replay"],
+        scope="replay",
+        sigmas=worst,
+        relative=float(error.square().mean().sqrt()) / scale if finite else math.inf,
+        predicted=predicted,
+        row=int(rows.nan_to_num(math.inf).argmax()),
+        rows_wrong=float((rows > LIMITS["replay"]).double().mean()) if finite else 1.0,
+        sees=LIMITS["replay"] * predicted,
+    )
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """One row of the table: the check, whether it measures (numeric) or decides by itself, and what it is for."""
+
+    check: Callable[[Evidence], Finding]
+    numeric: bool
+    bug_classes: str
+
+    @property
+    def name(self) -> str:
+        """Name in findings and reports."""
+        return self.check.__name__
+
+
+# In order of how much they explain: a broken tie first, then what follows from it.
+ORACLES: tuple[Oracle, ...] = (
+    Oracle(complete, False, "a rank, step or shard that is missing or doubled"),
+    Oracle(tie, False, "1, 2, 3, 26: alias lost when built, replaced, materialised or stepped"),
+    Oracle(layout, False, "30: another sharding ran than was asked for"),
+    Oracle(start, False, "24: initial weights lost or sharded wrongly"),
+    Oracle(census, False, "20: the optimizer holds a weight twice or not at all"),
+    Oracle(replicas, False, "22: replicas drift"),
+    Oracle(collectives, False, "27: ranks issue different collectives"),
+    Oracle(logits, True, "5, 13, 15: forward of embedding, body or head"),
+    Oracle(loss, True, "13 to 17: sharded loss"),
+    Oracle(gradient, True, "4 to 12, 17, 21: a contribution missing, doubled, scaled, unreduced, on the wrong row"),
+    Oracle(gradient_norm, True, "18, 19: norm counts a weight twice, misses a shard, or is local"),
+    Oracle(update, True, "9, 11, 19, 20, 23: rows that never move or move to the wrong place, wrong clipping, lost moments"),
+)

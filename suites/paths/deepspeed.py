@@ -1,0 +1,228 @@
+"""Path `deepspeed`: the case's model under DeepSpeed's own engine, AutoTP over tensor-parallel ranks and ZeRO over data-parallel ones.
+
+Everything that the case asks for goes through `deepspeed.initialize`; nothing of the training is done here. What this
+module adds is the reading: parameters, gradients and weights are taken off the live engine, each rank's own part only, so
+that `suites.observe` assembles them without the framework's gather.
+
+Runs with DeepSpeed 0.18.9 to 0.19.8. Errors that DeepSpeed raises pass through unchanged: whether they are clear refusals
+is for others to judge.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from suites import optimizers
+from suites.cases import Case
+from suites.data import MicroBatch
+from suites.model import COLUMN, EMBEDDING, HEAD, ROW, Decoder, build_model, parameter_shapes
+from suites.observe import Piece
+from suites.paths import Notice
+from suites.paths.deepspeed_pieces import gradient_piece, weight_piece
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+
+import deepspeed
+import deepspeed.comm.comm
+import deepspeed.ops
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
+
+# What DeepSpeed remembers of its process groups; a second engine in the process would silently reuse another case's.
+REMEMBERED_GROUPS = (
+    "_TENSOR_MODEL_PARALLEL_GROUP",
+    "_MODEL_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GROUP",
+    "_WORLD_GROUP",
+    "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
+)
+REMEMBERED_VALUES = (
+    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE",
+    "_MPU_TENSOR_MODEL_PARALLEL_RANK",
+    "mesh_device",
+    "mpu",
+)
+
+
+def build(case: Case, device: torch.device, notice: Notice) -> DeepSpeedTrainer:
+    """The case's model in a DeepSpeed engine; the default process group must be up.
+
+    Raises:
+        RuntimeError: DeepSpeed was imported for another kind of device.
+        Exception: whatever DeepSpeed refuses the case with.
+    """
+    _prepare(device)
+    try:
+        model = build_model(case, device, getattr(torch, case.dtype), lambda event, m: _notice(notice, event, m))
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            # A callable is handed the parameters that are there after sharding, whatever modules AutoTP replaced.
+            optimizer=lambda parameters: optimizers.make(case, _trainable(parameters)),
+            config=configuration(case),
+        )
+        _install_loss(engine.module)
+    except BaseException:
+        _forget()
+        raise
+    _notice(notice, "sharded", engine.module)
+    return DeepSpeedTrainer(case, engine)
+
+
+def configuration(case: Case) -> dict[str, Any]:
+    """DeepSpeed's configuration of the case; every setting that a version might default otherwise is spelled out."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": case.batch,
+        "gradient_accumulation_steps": case.accumulate,
+        "gradient_clipping": case.clip,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": case.zero},
+    }
+    if case.zero == 3:
+        # By default stage 3 keeps parameters as small as these whole on every rank.
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
+    if case.tp > 1:
+        config["tensor_parallel"] = {
+            "autotp_size": case.tp,
+            "partition_config": {"use_default_specs": False, "layer_specs": _layer_specs(case)},
+        }
+        if case.head == "vocab":
+            config["tensor_parallel"]["vocab_parallel_lm_head"] = True
+    return config
+
+
+def _layer_specs(case: Case) -> list[dict[str, Any]]:
+    def spec(names: Sequence[str], kind: str, **options: Any) -> dict[str, Any]:
+        return {"patterns": [rf".*\b{name}\.weight$" for name in names], "partition_type": kind, **options}
+
+    def end(name: str) -> dict[str, Any]:
+        return spec([name], "row") if case.head == "row" else spec([name], "column", gather_output=case.head == "gathered")
+
+    # The vocab head is asked for by an option of its own; an entry for it would be superseded.
+    ends = [] if case.head == "vocab" else [end("lm_head")]
+    if case.embedding_spec == "before_head":
+        ends.insert(0, end("embed_tokens"))
+    elif case.embedding_spec == "after_head":
+        ends.append(end("embed_tokens"))
+    return [*ends, spec(COLUMN, "column"), spec(ROW, "row")]
+
+
+def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [p for p in parameters if p.requires_grad]
+
+
+def _notice(notice: Notice, event: str, model: Decoder) -> None:
+    notice(event, model.embed_tokens.weight, model.lm_head.weight)
+
+
+def _install_loss(model: Decoder) -> None:
+    """Where DeepSpeed put its sharded loss in, call it with labels that are the next tokens already (it would shift them)."""
+    replaced = model.loss_function
+    if getattr(model, "_deepspeed_original_loss_function", None) is None:
+        return
+
+    def loss(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
+        return replaced(logits, shift_labels=labels, vocab_size=vocab_size)
+
+    model.loss_function = loss
+
+
+class DeepSpeedTrainer:
+    """One rank's engine behind the interface `suites.paths.Trainer`."""
+
+    def __init__(self, case: Case, engine: Any):
+        self.case = case
+        self.engine = engine
+        self.names = tuple(parameter_shapes(case))
+        sharded = groups._TENSOR_MODEL_PARALLEL_GROUP is not None
+        self.tp_rank = dist.get_rank(groups.get_tensor_model_parallel_group()) if sharded else 0
+        self.dp_rank = groups._get_data_parallel_rank()
+
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Live parameters by canonical name; at ZeRO 3 their local data is usually empty (see `weights`)."""
+        return {name: self.engine.module.get_parameter(name) for name in self.names}
+
+    def layout(self) -> Mapping[str, str]:
+        """Class of the live module that holds each parameter."""
+        return {n: type(self.engine.module.get_submodule(n.rpartition(".")[0])).__name__ for n in self.names}
+
+    def forward_backward(self, micro: MicroBatch, last: bool) -> tuple[Tensor, Tensor]:
+        """Loss of this micro-batch alone and logits [batch, sequence, local or full vocabulary]."""
+        loss, logits = self.engine(micro.tokens, micro.labels)
+        self.engine.backward(loss)
+        if not last:
+            self.engine.step()  # counts the micro-batch; the update waits for the last one
+        return loss.detach(), logits.detach()
+
+    def gradients(self) -> Mapping[str, Piece]:
+        """This rank's own part of each trainable parameter's gradient, as the optimizer will use it but for clipping."""
+        return {
+            name: gradient_piece(parameter, self.case.zero, self.dp_rank)
+            for name, parameter in self.parameters().items()
+            if parameter.requires_grad
+        }
+
+    def step(self) -> float | None:
+        """Clip, update, clear gradients. Norm before clipping; None at ZeRO 0, where DeepSpeed does not report one."""
+        self.engine.step()
+        norm = self.engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    def weights(self) -> Mapping[str, Piece]:
+        """This rank's part of each parameter as the model computes with it."""
+        return {name: weight_piece(parameter, self.dp_rank) for name, parameter in self.parameters().items()}
+
+    def optimized(self) -> Sequence[Tensor]:
+        """The model's parameters that the optimizer updates, once per mention (ZeRO's flat buffers named by what is in them)."""
+        optimizer = self.engine.optimizer
+        for attribute in ("bit16_groups", "fp16_groups"):  # ZeRO 1 and 2; ZeRO 3
+            if hasattr(optimizer, attribute):
+                return [p for group in getattr(optimizer, attribute) for p in group]
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
+    def close(self) -> None:
+        """Destroy engine and process groups: neither hooks nor groups nor memory pass on to the next case."""
+        engine, self.engine = self.engine, None
+        engine.destroy()
+        del engine
+        _forget()
+
+
+def _prepare(device: torch.device) -> None:
+    """Make DeepSpeed ready for this process's default group; compiles nothing on CPU."""
+    kind = get_accelerator().device_name()
+    if kind.partition(":")[0] != device.type:
+        raise RuntimeError(
+            f"DeepSpeed was imported for {kind} and the case runs on {device.type}: set DS_ACCELERATOR={device.type}"
+        )
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    rank = dist.get_rank()
+    os.environ.setdefault("LOCAL_RANK", str(device.index if device.index is not None else rank))
+    if device.type == "cpu":
+        # Compiling this op takes minutes, and a killed compilation leaves a lock on which every later run waits.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _forget()
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+
+
+def _forget() -> None:
+    """Take back what DeepSpeed's modules remember of a case, and destroy the process groups that it made."""
+    mine = {id(g): g for g in (getattr(groups, name, None) for name in REMEMBERED_GROUPS) if g is not None}
+    for name in (*REMEMBERED_GROUPS, *REMEMBERED_VALUES):
+        if hasattr(groups, name):
+            setattr(groups, name, None)
+    gc.collect()  # engines are full of cycles; their hooks hold the groups
+    for group in mine.values():
+        if dist.is_initialized() and group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    deepspeed.comm.comm.cdb = None  # holds the default group of this moment

@@ -1,0 +1,49 @@
+"""What one rank holds of a DeepSpeed parameter: the part of its gradient and of its weight, with offset and local shape.
+
+Only each rank's own memory is read here, no collective is issued: the full tensors are assembled by `suites.observe`
+(rule 3 of the design). Where a DeepSpeed lacks the attributes this needs, its public `safe_get_full_grad` stands in (a gather over
+the data-parallel ranks only).
+"""
+
+from __future__ import annotations
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_full_grad, safe_get_local_grad
+from torch import nn
+
+from suites.observe import Piece
+
+
+def gradient_piece(parameter: nn.Parameter, zero: int, dp_rank: int) -> Piece:
+    """This rank's part of the gradient: averaged over micro-batches and data-parallel ranks, before clipping.
+
+    A parameter that no gradient reached has a gradient of zeros. To be called between the last backward pass and the step.
+    """
+    if zero == 0:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        return Piece.whole(gradient)
+    if zero == 3:
+        return _partition(parameter, safe_get_local_grad(parameter), dp_rank)
+    if not hasattr(parameter, "_hp_mapping"):
+        return Piece.whole(safe_get_full_grad(parameter))
+    mapping = parameter._hp_mapping
+    if mapping is None:  # all of it belongs to other ranks
+        return Piece.part(torch.empty(0, dtype=torch.float32), 0, parameter.shape)
+    fragment = mapping.get_lp_grad_fragment(parameter._index_in_param_group).reshape(-1)
+    address = mapping.lp_fragment_address
+    return Piece.part(fragment, address.start, parameter.shape)
+
+
+def weight_piece(parameter: nn.Parameter, dp_rank: int) -> Piece:
+    """This rank's part of the weight that the model computes with."""
+    if not hasattr(parameter, "ds_tensor") or parameter.ds_status == ZeroParamStatus.AVAILABLE:
+        return Piece.whole(parameter)
+    return _partition(parameter, parameter.ds_tensor, dp_rank)
+
+
+def _partition(parameter: nn.Parameter, flat: torch.Tensor, dp_rank: int) -> Piece:
+    """ZeRO 3: equal flat partitions in the order of the ranks, the last ones padded; the padding is cut off."""
+    start = min(dp_rank * parameter.partition_numel(), parameter.ds_numel)
+    held = min(parameter.partition_numel(), parameter.ds_numel - start)
+    return Piece.part(flat.reshape(-1)[:held], start, parameter.ds_shape)
