@@ -73,7 +73,8 @@ class Factor:
             raise CaseError(f"{self.name}={value!r}: not {_article(self.kind)}; {self.domain()}")
         if self.values is not None and value not in self.values:
             raise CaseError(f"{self.name}={value}: unknown value; {self.domain()}")
-        if self.low is not None and not self.low <= value < float("inf"):
+        number: Any = value
+        if self.low is not None and not self.low <= number < float("inf"):
             raise CaseError(f"{self.name}={value}: out of range; {self.domain()}")
 
     def spell(self, value: Any) -> str:
@@ -154,7 +155,8 @@ class Case:
         "handwritten": {"before_head": "the hand-written path has no pattern-based configuration",
                         "after_head": "the hand-written path has no pattern-based configuration"}})
     padding_idx: int | None = _factor(None, "embedding row that gets no gradient from the lookup", low=0, kind=int)
-    embedding_scale: float = _factor(1.0, "factor on the embedding's output (Gemma: sqrt(hidden))", low=0.0, unsupported={})
+    embedding_scale: float = _factor(1.0, "factor on the embedding's output (Gemma: sqrt(hidden))", low=0.0,
+    unsupported={})
     head_bias: str = _factor("no", "output head has a bias", ("no", "yes"))
     activation: str = _factor("contiguous", "memory layout of the activation that enters the head",
                               ("contiguous", "transposed"))
@@ -267,8 +269,15 @@ RULES: tuple[Rule, ...] = (
         "a gathered head is sharded like the vocabulary head: choose head=vocab to make the tie after sharding",
     ),
     Rule(
-        lambda c: c.zero > 0 and c.frozen == "body" and c.path == "deepspeed" and c.zero == 3,
-        "ZeRO 3 in DeepSpeed needs a gradient in every group that it partitions",
+        lambda c: not c.tied and c.embedding_spec != "none",
+        "AutoTP cuts an untied embedding that an entry names over hidden and does not gather its output (meant for "
+        "per-head tables): the model cannot compute with it",
+        ("deepspeed",),
+    ),
+    Rule(
+        lambda c: c.tp == 1 and c.embedding_spec != "none",
+        "without tensor parallelism nothing reads the sharding configuration",
+        ("deepspeed",),
     ),
 )
 

@@ -1,8 +1,8 @@
 """Training data that reaches every shard (rule 7 of the design).
 
 Every micro-batch has, among its tokens and among its labels, the first and last row of each vocabulary shard (in two
-common ways to cut an uneven vocabulary) and the padding row; labels are ignored in a number that differs between data-parallel ranks
-and micro-batches; no two ranks, micro-batches or steps share their data.
+common ways to cut an uneven vocabulary) and the padding row; labels are ignored in a number that differs between
+data-parallel ranks and micro-batches; no two ranks, micro-batches or steps share their data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tokens and labels, both int64 [batch, sequence]; labels are the next tokens already, `IGNORED` ones do not count."""
+    """Tokens and labels, both int64 [batch, sequence]; labels are the next tokens already, `IGNORED` ones do not
+    count."""
 
     tokens: Tensor
     labels: Tensor

@@ -1,7 +1,7 @@
 """Which sharding a case must run: the expectation that live shapes are held against (rule 2 of the design).
 
-Dimensions: 0 is the output (the vocabulary for embedding and head), 1 the input (the hidden dimension), None is "whole on every
-tensor-parallel rank".
+Dimensions: 0 is the output (the vocabulary for embedding and head), 1 the input (the hidden dimension), None is
+"whole on every tensor-parallel rank".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def expected_layout(case: Case) -> dict[str, int | None]:
         layout[EMBEDDING] = head if case.tied or case.path == "handwritten" else None
     if HEAD_BIAS in layout:
         layout[HEAD_BIAS] = 0 if layout[HEAD] == 0 else None
-    return {name: None for name in layout} if case.tp == 1 else layout
+    return dict.fromkeys(layout) if case.tp == 1 else layout
 
 
 def expected_logits_dim(case: Case) -> int | None:

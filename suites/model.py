@@ -154,7 +154,7 @@ def initial_weights(case: Case) -> dict[str, Tensor]:
 
     A value depends on seed, name and shape alone, so that all paths and precisions start from the same numbers.
     """
-    weights = {}
+    weights: dict[str, Tensor] = {}
     for name, shape in parameter_shapes(case).items():
         if name == HEAD and case.tied:
             weights[name] = weights[EMBEDDING]
@@ -179,7 +179,9 @@ def trainable(case: Case, name: str) -> bool:
     return not (case.frozen == "embedding" and name in ends)
 
 
-def build_model(case: Case, device: torch.device, dtype: torch.dtype, notice: Callable[[str, Decoder], None]) -> Decoder:
+def build_model(
+    case: Case, device: torch.device, dtype: torch.dtype, notice: Callable[[str, Decoder], None]
+) -> Decoder:
     """Unsharded model with the initial weights, tied when and as the case says; `notice` hears of every event.
 
     With ``tie_when=after_shard`` the two weights are separate here and equal; the path ties them.

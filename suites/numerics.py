@@ -1,9 +1,9 @@
 """Rounding or not: the size of a deviation in units of the rounding that an unsharded run of the same precision shows.
 
-For each compared tensor, the noise is what one unsharded run at the case's precision differs from fp64 by, at the same weights.
-Its root mean square is the predicted sigma of the sharded run: sharding changes the order of sums, not their precision.
-Deviations are then judged as a whole tensor, row by row, and element by element, against limits in sigmas (first calibrated in
-a simulator: see `suites/README.md`).
+For each compared tensor, the noise is what one unsharded run at the case's precision differs from fp64 by, at the
+same weights. Its root mean square is the predicted sigma of the sharded run: sharding changes the order of sums, not
+their precision. Deviations are then judged as a whole tensor, row by row, and element by element, against limits in
+sigmas (first calibrated in a simulator: see `suites/README.md`).
 
 References: Higham & Mary 2019, "A new approach to probabilistic rounding error analysis"; TTrace, arXiv 2506.09280.
 """

@@ -71,7 +71,8 @@ class StepObservation:
         gradients: per parameter, complete over data-parallel ranks, before clipping.
         gradient_norm: global norm before clipping as the path reports it, None where it reports none.
         weights: per parameter, after the step.
-        collectives: names of the collectives that this rank issued, in order (recorded in the first step only).
+        collectives: names of the collectives that this rank issued, in order, as ``allreduce/2`` over two ranks
+        (first step only).
         seconds: wall clock of forward, backward and optimizer step, observing excluded.
     """
 
@@ -167,9 +168,9 @@ class Assembled:
 def assemble(name: str, pieces: Mapping[tuple[int, int], Piece], full_shape: Sequence[int], case: Case) -> Assembled:
     """Full tensor of `name` from the pieces of ranks ``(tp_rank, dp_rank)``.
 
-    Within a tensor-parallel rank the data-parallel ranks' pieces must cover the local shard; where they overlap they are
-    compared bit by bit. Across tensor-parallel ranks the shards are either all full (then compared bit by bit) or lie side by
-    side along the one dimension whose extents add up.
+    Within a tensor-parallel rank the data-parallel ranks' pieces must cover the local shard; where they overlap they
+    are compared bit by bit. Across tensor-parallel ranks the shards are either all full (then compared bit by bit) or
+    lie side by side along the one dimension whose extents add up.
 
     Raises:
         ObservationError: pieces missing, gaps, or shapes that do not add up to `full_shape`.
@@ -179,13 +180,17 @@ def assemble(name: str, pieces: Mapping[tuple[int, int], Piece], full_shape: Seq
     for tp_rank in range(case.tp):
         mine = {dp: piece for (tp, dp), piece in pieces.items() if tp == tp_rank}
         if len(mine) != case.dp:
-            raise ObservationError(f"{name}: {len(mine)} of {case.dp} data-parallel pieces on tensor-parallel rank {tp_rank}")
+            raise ObservationError(
+                f"{name}: {len(mine)} of {case.dp} data-parallel pieces on tensor-parallel rank {tp_rank}"
+            )
         shards.append(_cover(name, tp_rank, mine, disagreements))
     shape = tuple(full_shape)
     if all(tuple(s.shape) == shape for s in shards):
         for tp_rank, shard in enumerate(shards[1:], 1):
             if not bitwise_equal(shard, shards[0]):
-                disagreements.append(f"{name}: tensor-parallel rank {tp_rank} differs from rank 0 by {_gap(shard, shards[0])}")
+                disagreements.append(
+                    f"{name}: tensor-parallel rank {tp_rank} differs from rank 0 by {_gap(shard, shards[0])}"
+                )
         return Assembled(shards[0], None, (), not disagreements, "; ".join(disagreements))
     dims = [d for d in range(len(shape)) if sum(s.shape[d] for s in shards if s.dim() == len(shape)) == shape[d]]
     fits = [d for d in dims if all(_fits(s, shape, d) for s in shards)]
@@ -207,20 +212,28 @@ def _cover(name: str, tp_rank: int, mine: Mapping[int, Piece], disagreements: li
     for dp_rank, piece in sorted(mine.items()):
         end = piece.start + piece.data.numel()
         if piece.start < 0 or end > size or piece.data.dtype != flat.dtype:
-            raise ObservationError(f"{name}: rank tp {tp_rank} dp {dp_rank} holds elements {piece.start}..{end} of {size}")
+            raise ObservationError(
+                f"{name}: rank tp {tp_rank} dp {dp_rank} holds elements {piece.start}..{end} of {size}"
+            )
         old, seen = flat[piece.start : end], filled[piece.start : end]
         if bool(seen.any()) and not bitwise_equal(old[seen], piece.data[seen]):
             gap = _gap(piece.data[seen], old[seen])
-            disagreements.append(f"{name}: data-parallel rank {dp_rank} of tensor-parallel rank {tp_rank} differs by {gap}")
+            disagreements.append(
+                f"{name}: data-parallel rank {dp_rank} of tensor-parallel rank {tp_rank} differs by {gap}"
+            )
         flat[piece.start : end] = torch.where(seen, old, piece.data)
         filled[piece.start : end] = True
     if not bool(filled.all()):
-        raise ObservationError(f"{name}: {int((~filled).sum())} of {size} elements of tensor-parallel rank {tp_rank} are on no rank")
+        raise ObservationError(
+            f"{name}: {int((~filled).sum())} of {size} elements of tensor-parallel rank {tp_rank} are on no rank"
+        )
     return flat.reshape(first.local_shape)
 
 
 def _fits(shard: Tensor, shape: tuple[int, ...], dim: int) -> bool:
-    return shard.dim() == len(shape) and all(s == f for d, (s, f) in enumerate(zip(shard.shape, shape, strict=True)) if d != dim)
+    return shard.dim() == len(shape) and all(
+        s == f for d, (s, f) in enumerate(zip(shard.shape, shape, strict=True)) if d != dim
+    )
 
 
 def bitwise_equal(a: Tensor, b: Tensor) -> bool:

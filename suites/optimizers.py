@@ -1,7 +1,7 @@
 """Optimizers: the one table of their settings, and an fp64 replay on a run's own gradients.
 
-The replay starts from the weights that the run had before a step and from moments rebuilt out of the run's own gradients, so
-that rounding of earlier steps does not count and only this step's arithmetic does (step-local method).
+The replay starts from the weights that the run had before a step and from moments rebuilt out of the run's own
+gradients, so that rounding of earlier steps does not count and only this step's arithmetic does (step-local method).
 """
 
 from __future__ import annotations

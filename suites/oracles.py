@@ -1,10 +1,10 @@
 """Oracles: each one check over a case's observations. It flags or not, and says why in one line.
 
-To add one: a function ``(Evidence) -> Finding`` and a row in `ORACLES`; a fault that it must catch in `suites.faults`; the null
-runs of the test suite are all the unmodified cases. An oracle knows nothing of frameworks.
+To add one: a function ``(Evidence) -> Finding`` and a row in `ORACLES`; a fault that it must catch in
+`suites.faults`; the null runs of the test suite are all the unmodified cases. An oracle knows nothing of frameworks.
 
-Two kinds: exact oracles (ties, replicas, layout, census, …) answer yes or no and decide by themselves. Numeric oracles measure in
-predicted sigmas (`suites.numerics`) and leave the decision to `suites.verdict`.
+Two kinds: exact oracles (ties, replicas, layout, census, …) answer yes or no and decide by themselves. Numeric
+oracles measure in predicted sigmas (`suites.numerics`) and leave the decision to `suites.verdict`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class Evidence:
         self.logits: list[dict[tuple[int, int], Assembled]] = []
         for step in range(case.steps):
             names = [n for n in shapes if trainable(case, n)]
-            self.weights.append(self._all(f"step {step + 1} weight", {n: self._pieces(n, "weights", step) for n in shapes}))
+            self.weights.append(
+                self._all(f"step {step + 1} weight", {n: self._pieces(n, "weights", step) for n in shapes})
+            )
             self.gradients.append(
                 self._all(f"step {step + 1} gradient", {n: self._pieces(n, "gradients", step) for n in names})
             )
@@ -105,7 +107,9 @@ class Evidence:
                 try:
                     shape = (case.batch, case.sequence, case.vocab)
                     # Each data-parallel rank has logits of its own: here a mesh of one such rank.
-                    found[dp_rank, micro] = assemble("logits", placed, shape, case.but(path="handwritten", dp=1, zero=0))
+                    found[dp_rank, micro] = assemble(
+                        "logits", placed, shape, case.but(path="handwritten", dp=1, zero=0)
+                    )
                 except ObservationError as error:
                     self.gaps.append(f"step {step + 1} micro-batch {micro} of data-parallel rank {dp_rank}: {error}")
         return found
@@ -135,7 +139,7 @@ class Evidence:
         return (rounded.double() - exact.double()) * (self.u / unit_roundoff(torch.float32))
 
 
-# --- exact oracles -----------------------------------------------------------------------------------------------------
+# --- exact oracles -------------------------------------------------------------------------------------------------
 
 
 def complete(e: Evidence) -> Finding:
@@ -161,7 +165,9 @@ def tie(e: Evidence) -> Finding:
         if not e.case.tied:
             for event in events:
                 if event.same_object or event.same_storage:
-                    return Finding("tie", True, f"untied model shares one weight after {event.event!r} on rank {rank.rank}")
+                    return Finding(
+                        "tie", True, f"untied model shares one weight after {event.event!r} on rank {rank.rank}"
+                    )
             continue
         if "tied" not in seen:
             return Finding("tie", True, f"the tie was never made on rank {rank.rank}")
@@ -177,7 +183,9 @@ def tie(e: Evidence) -> Finding:
         pair = [e.weights[step].get(name) for name in (EMBEDDING, HEAD)]
         if all(pair) and not bitwise_equal(pair[0].value, pair[1].value):  # type: ignore[union-attr]
             gap = (pair[0].value - pair[1].value).abs().max().item()  # type: ignore[union-attr]
-            return Finding("tie", True, f"tie broken: embedding and head differ by up to {gap:.2g} after step {step + 1}")
+            return Finding(
+                "tie", True, f"tie broken: embedding and head differ by up to {gap:.2g} after step {step + 1}"
+            )
     kind = "one weight" if e.case.tied else "two weights"
     return Finding("tie", False, f"{kind} at all {len(next(iter(e.ranks.values())).lifecycle)} events on every rank")
 
@@ -185,11 +193,13 @@ def tie(e: Evidence) -> Finding:
 def layout(e: Evidence) -> Finding:
     """What was asked for is what ran: sharded dimensions read off the live local shapes, no shard empty."""
     wanted = layouts.expected_layout(e.case)
+    classes = e.ranks[min(e.ranks)].layout
     for name, whole in e.initial.items():
         if whole.dim != wanted[name]:
-            classes = e.ranks[min(e.ranks)].layout.get(name, "?")
             return Finding(
-                "layout", True, f"{name} ({classes}) is {_cut(whole.dim)} and should be {_cut(wanted[name])}"
+                "layout",
+                True,
+                f"{name} ({classes.get(name, '?')}) is {_cut(whole.dim)} and should be {_cut(wanted[name])}",
             )
         if whole.dim is not None and min(whole.sizes) == 0:
             return Finding("layout", True, f"{name} has an empty shard: sizes {list(whole.sizes)}")
@@ -197,7 +207,6 @@ def layout(e: Evidence) -> Finding:
         if logits.dim != layouts.expected_logits_dim(e.case):
             should = _cut(layouts.expected_logits_dim(e.case))
             return Finding("layout", True, f"logits are {_cut(logits.dim)} and should be {should}")
-    classes = e.ranks[min(e.ranks)].layout
     sizes = {name: "/".join(map(str, e.initial[name].sizes)) for name in (EMBEDDING, HEAD) if name in e.initial}
     shown = ", ".join(f"{classes.get(n, '?')} {n} {_cut(e.initial[n].dim)} {sizes[n]}".strip() for n in sizes)
     note = layouts.layout_note(e.case)
@@ -221,21 +230,25 @@ def start(e: Evidence) -> Finding:
 
 
 def replicas(e: Evidence) -> Finding:
-    """All copies of one element (weights, gradients, logits; over both kinds of ranks) are bitwise equal, losses too."""
+    """All copies of one element of weights, gradients and logits are bitwise equal; losses and norms agree too."""
     checked = 0
     for step in range(e.case.steps):
         for kind, wholes in (("weights", e.weights), ("gradients", e.gradients), ("logits", e.logits)):
-            for whole in wholes[step].values():  # type: ignore[attr-defined]
+            for whole in wholes[step].values():
                 checked += 1
                 if not whole.replicas_equal:
                     return Finding("replicas", True, f"replicas drift in step {step + 1}, {kind}: {whole.disagreement}")
         for dp_rank in range(e.case.dp):
             losses = {r.steps[step].loss for (_, dp), r in e.ranks.items() if dp == dp_rank and step < len(r.steps)}
             if len(losses) > 1:
-                return Finding("replicas", True, f"tensor-parallel ranks disagree on the loss of step {step + 1}: {losses}")
+                return Finding(
+                    "replicas", True, f"tensor-parallel ranks disagree on the loss of step {step + 1}: {losses}"
+                )
         norms = {r.steps[step].gradient_norm for r in e.ranks.values() if step < len(r.steps)}
         if len(norms) > 1:
-            return Finding("replicas", True, f"ranks disagree on the gradient norm of step {step + 1}: {sorted(map(str, norms))}")
+            return Finding(
+                "replicas", True, f"ranks disagree on the gradient norm of step {step + 1}: {sorted(map(str, norms))}"
+            )
     return Finding("replicas", False, f"{checked} tensors: every copy bitwise equal")
 
 
@@ -247,10 +260,15 @@ def collectives(e: Evidence) -> Finding:
     first = min(logs)
     for rank, log in sorted(logs.items()):
         if log != logs[first]:
-            at = next((i for i, (a, b) in enumerate(zip(log, logs[first], strict=False)) if a != b), min(len(log), len(logs[first])))
+            at = next(
+                (i for i, (a, b) in enumerate(zip(log, logs[first], strict=False)) if a != b),
+                min(len(log), len(logs[first])),
+            )
             mine, theirs = (names[at] if at < len(names) else "none" for names in (log, logs[first]))
             return Finding(
-                "collectives", True, f"collective {at + 1} of the first step is {mine} on rank {rank}, {theirs} on rank {first}"
+                "collectives",
+                True,
+                f"collective {at + 1} of the first step is {mine} on rank {rank}, {theirs} on rank {first}",
             )
     if e.case.world_size > 1 and not logs[first]:
         return Finding("collectives", True, f"{e.case.world_size} ranks trained without one collective")
@@ -271,14 +289,17 @@ def census(e: Evidence) -> Finding:
     return Finding("census", False, f"the optimizer holds each of {len(wanted)} parameters once")
 
 
-# --- numeric oracles ---------------------------------------------------------------------------------------------------
+# --- numeric oracles -----------------------------------------------------------------------------------------------
 
 
 def _worst(oracle: str, found: Sequence[tuple[int, Deviation]], extra: str = "") -> Finding:
     """Finding of a numeric oracle from all its deviations, each with its step (from 0)."""
     if not found:
         return Finding(oracle, False, "nothing to compare")
-    step, worst = max(found, key=lambda item: item[1].score)
+    flagged = [item for item in found if item[1].score > 1]
+    earliest = min((step for step, _ in flagged), default=0)  # later steps follow from the first
+    first = [item for item in flagged if item[0] == earliest]
+    step, worst = max(first or found, key=lambda item: item[1].score)
     limit = LIMITS[worst.scope]
     sees = max(d.sees for _, d in found)
     where = f"{worst.name} step {step + 1}"
@@ -289,7 +310,8 @@ def _worst(oracle: str, found: Sequence[tuple[int, Deviation]], extra: str = "")
             f"({worst.scope} {_sigmas(worst.sigmas)} sigma, limit {limit:g}){rows}{extra}"
         )
     else:
-        text = f"worst {worst.sigmas:.2g} of {limit:g} sigma ({worst.scope}, {where}); sees errors above {sees:.0e} of a tensor"
+        seen = f"sees errors above {sees:.0e} of a tensor"
+        text = f"worst {worst.sigmas:.2g} of {limit:g} sigma ({worst.scope}, {where}); {seen}"
     return Finding(oracle, worst.score > 1, text, worst.sigmas, limit, f"sigma ({worst.scope})")
 
 
@@ -312,15 +334,25 @@ def loss(e: Evidence) -> Finding:
                 continue
             for i, (dp, micro) in enumerate(keys):
                 if dp == dp_rank and micro < len(rank.steps[step].loss):
-                    found.append((step, _scalar(f"loss of micro-batch {micro}", rank.steps[step].loss[micro], float(reference[i]), sigma)))
+                    run, name = rank.steps[step].loss[micro], f"loss of micro-batch {micro}"
+                    found.append((step, _scalar(name, run, float(reference[i]), sigma)))
     return _worst("loss", found)
 
 
 def _scalar(name: str, run: float, reference: float, sigma: float) -> Deviation:
     sigmas = abs(run - reference) / sigma if math.isfinite(run) else math.inf
     scale = abs(reference) or 1.0
+    limit = LIMITS["scalar"]
     return Deviation(
-        name, sigmas / LIMITS["scalar"], "scalar", sigmas, sigmas * sigma / scale, sigma / scale, 0, 0.0, LIMITS["scalar"] * sigma / scale
+        name=name,
+        score=sigmas / limit,
+        scope="scalar",
+        sigmas=sigmas,
+        relative=sigmas * sigma / scale,
+        predicted=sigma / scale,
+        row=0,
+        rows_wrong=0.0,
+        sees=limit * sigma / scale,
     )
 
 
@@ -338,21 +370,23 @@ def logits(e: Evidence) -> Finding:
 
 
 def gradient(e: Evidence) -> Finding:
-    """Every full gradient against the reference at the run's own weights; a tied one is the sum of both contributions."""
+    """Every full gradient against the reference at the run's own weights; a tied one sums both contributions."""
     found, parts = [], ""
     for step, (exact, rounded) in enumerate(zip(e.exact, e.rounded, strict=True)):
         if exact is None or rounded is None:
             continue
         for name, whole in e.gradients[step].items():
             reference = exact.gradients[name]
-            found.append((step, deviation(name, whole.value, reference, e.noise(rounded.gradients[name], reference), e.u)))
+            found.append(
+                (step, deviation(name, whole.value, reference, e.noise(rounded.gradients[name], reference), e.u))
+            )
             if e.case.tied and name in (EMBEDDING, HEAD) and found[-1][1].score > 1 and not parts:
                 parts = f"; {name} holds {contributions(whole.value, exact)}"
     return _worst("gradient", found, parts)
 
 
 def contributions(run: Tensor, exact: Evaluation) -> str:
-    """How much of each contribution a tied gradient holds: the least-squares fit of run = a * lookup + b * projection."""
+    """Share of each contribution in a tied gradient: least-squares fit of run = a * lookup + b * projection."""
     if exact.lookup is None or exact.projection is None or not bool(torch.isfinite(run).all()):
         return "no finite gradient"
     parts = torch.stack([exact.lookup.double().flatten(), exact.projection.double().flatten()], 1)
@@ -407,7 +441,7 @@ def update(e: Evidence) -> Finding:
 def _replayed(name: str, before: Tensor, after: Tensor, expected: Tensor, e: Evidence) -> Deviation:
     moved = expected - before.double()
     rate = optimizers.SETTINGS[e.case.optimizer]["lr"]
-    # Rounding of the stored weight, of the update, and (adaptive ones divide by a root of moments) of a full-sized update.
+    # Rounding of the stored weight, of the update, and (adaptive: divided by a root of moments) of a full-sized one.
     adaptive = rate if e.case.optimizer.startswith("adam") else 0.0
     sigma = e.u * (expected.abs() + moved.abs() + adaptive) + torch.finfo(torch.float64).tiny
     error = after.double() - expected
@@ -457,5 +491,7 @@ ORACLES: tuple[Oracle, ...] = (
     Oracle(loss, True, "13 to 17: sharded loss"),
     Oracle(gradient, True, "4 to 12, 17, 21: a contribution missing, doubled, scaled, unreduced, on the wrong row"),
     Oracle(gradient_norm, True, "18, 19: norm counts a weight twice, misses a shard, or is local"),
-    Oracle(update, True, "9, 11, 19, 20, 23: rows that never move or move to the wrong place, wrong clipping, lost moments"),
+    Oracle(
+        update, True, "9, 11, 19, 20, 23: rows that never move or move to the wrong place, wrong clipping, lost moments"
+    ),
 )

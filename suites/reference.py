@@ -1,8 +1,8 @@
 """The reference: the same model unsharded in this process, at any weights, in fp64 and in the case's own precision.
 
-Evaluating at the *run's own* weights of each step (step-local, see `suites/README.md`) keeps the rounding of earlier steps out of
-the comparison. Embedding and head get separate weights here even when they are tied, so that both contributions to a tied
-gradient are known one by one; their sum is the tied gradient.
+Evaluating at the *run's own* weights of each step (step-local, see `suites/README.md`) keeps the rounding of earlier
+steps out of the comparison. Embedding and head get separate weights here even when they are tied, so that both
+contributions to a tied gradient are known one by one; their sum is the tied gradient.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from suites.cases import Case
 from suites.data import micro_batch
 from suites.model import EMBEDDING, HEAD, Decoder, load_weights, trainable
 
-# The factors that change what the reference computes; cases that agree in these share one. (tp is among them since the data
-# reach the first and last row of every shard.)
+# The factors that change what the reference computes; cases that agree in these share one. (tp is among them since
+# the data reach the first and last row of every shard.)
 DETERMINED_BY = (
-    "tie", "tp", "dp", "hidden", "vocab", "layers", "sequence", "batch", "accumulate", "padding_idx", "embedding_scale", "head_bias",
-    "activation", "frozen", "seed",
+    "tie", "tp", "dp", "hidden", "vocab", "layers", "sequence", "batch", "accumulate", "padding_idx",
+    "embedding_scale", "head_bias", "activation", "frozen", "seed",
 )  # fmt: skip
 
 
@@ -68,7 +68,9 @@ def evaluate(case: Case, weights: Mapping[str, Tensor], step: int, dtype: torch.
             loss[dp_rank, micro] = value.item()
             logits[dp_rank, micro] = scores.detach()
     gradients = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters() if p.requires_grad
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+        if p.requires_grad
     }
     lookup, projection = gradients.get(EMBEDDING), gradients.get(HEAD)
     if case.tied and lookup is not None and projection is not None:
@@ -79,8 +81,8 @@ def evaluate(case: Case, weights: Mapping[str, Tensor], step: int, dtype: torch.
 class ReferenceCache:
     """Evaluations kept by all that determines them: the factors above, step, precision, and the weights' own bits.
 
-    The first step's weights are the initial ones, so all cases of one model share that evaluation; later steps are shared
-    wherever two runs are bitwise equal.
+    The first step's weights are the initial ones, so all cases of one model share that evaluation; later steps are
+    shared wherever two runs are bitwise equal.
     """
 
     def __init__(self, size: int = 256):
@@ -105,4 +107,3 @@ class ReferenceCache:
         if len(self._kept) > self.size:
             self._kept.popitem(last=False)
         return self._kept[key]
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,11 @@ Progress = Callable[[str], None]
 
 
 class CollectiveLog(TorchDispatchMode):
-    """Names of the collectives that this rank issues while the mode is on, in order."""
+    """Names of the collectives that this rank issues while the mode is on, in order, as ``allreduce/2`` (over two
+    ranks).
+
+    Collectives over a group of one rank move nothing and are left out.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,17 +33,27 @@ class CollectiveLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            name = func.overloadpacket.__name__.rstrip("_")
-            if name != "wait_tensor":
-                self.names.append(name)
+            name = func.overloadpacket.__name__.strip("_")
+            size = _group_size(args)
+            if name != "wait_tensor" and size != 1:
+                self.names.append(f"{name}/{size or '?'}")
         return func(*args, **(kwargs or {}))
+
+
+def _group_size(args: Sequence[Any]) -> int | None:
+    """Number of ranks in the process group among a c10d operator's arguments."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            with contextlib.suppress(RuntimeError):  # a reduction's operator is a script object too
+                return torch.distributed.ProcessGroup.unbox(value).size()
+    return None
 
 
 def run_rank(case: Case, device: torch.device, progress: Progress = lambda phase: None) -> RankObservation:
     """Build the case's path on this rank, train it, and return what was seen.
 
-    The default process group must be up with `case.world_size` ranks. `progress` hears the name of each phase as it begins
-    ("build", "step 1 forward", …): the watchdog names it when this rank hangs.
+    The default process group must be up with `case.world_size` ranks. `progress` hears the name of each phase as it
+    begins ("build", "step 1 forward", …): the watchdog names it when this rank hangs.
 
     Raises:
         Exception: whatever the framework raises; the caller tells refusals from crashes.
@@ -121,7 +135,8 @@ def peak_memory(device: torch.device) -> int:
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
-    """Same memory, start and shape: writing one is writing the other. Meta and emptied tensors have no memory to share."""
+    """Same memory, start and shape: writing one is writing the other. Meta and emptied tensors have no memory to
+    share."""
     if a is b:
         return True
     if a.device != b.device or a.is_meta or a.numel() == 0:
@@ -130,7 +145,8 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
 
 
 def _census(trainer: paths.Trainer, named: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Canonical name of each parameter that the optimizer holds, one entry a mention (a tied weight: the embedding's name)."""
+    """Canonical name of each parameter that the optimizer holds, one entry a mention (a tied weight: the embedding's
+    name)."""
     names: dict[int, str] = {}
     for name, parameter in named.items():
         names.setdefault(id(parameter), name)

@@ -11,8 +11,8 @@ from suites.observe import ObservationError, RankObservation, bitwise_equal
 from suites.oracles import ORACLES, Evidence, Finding, Oracle
 from suites.reference import ReferenceCache
 
-# A numeric deviation this many times over its limit is a bug by itself; between 1 and this, one precision alone cannot tell
-# (numerics: never call something a bug from one precision alone).
+# A numeric deviation this many times over its limit is a bug by itself; between 1 and this, one precision alone
+# cannot tell (numerics: never call something a bug from one precision alone).
 DECISIVE = 10.0
 
 
@@ -20,7 +20,8 @@ DECISIVE = 10.0
 class Judgement:
     """Verdict (exact, rounding, bug or inconclusive) and the findings it rests on.
 
-    `error`, `limit` (in `error_of`'s unit) and `headroom` (limit / error) belong to the numeric oracle with the least headroom.
+    `error`, `limit` (in `error_of`'s unit) and `headroom` (limit / error) belong to the numeric oracle with the least
+    headroom.
     """
 
     verdict: str

@@ -1,7 +1,7 @@
 """Training paths. Each module here trains the case's model its framework's way behind the one interface `Trainer`.
 
-To add a path: one module with a function ``build(case, device, notice) -> Trainer`` and one row in `load`; add its name to
-`suites.cases.PATHS` and its unsupported factor values to the table of factors. A path knows nothing of oracles.
+To add a path: one module with a function ``build(case, device, notice) -> Trainer`` and one row in `load`; add its
+name to `suites.cases.PATHS` and its unsupported factor values to the table of factors. A path knows nothing of oracles.
 """
 
 from __future__ import annotations

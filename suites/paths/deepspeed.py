@@ -1,18 +1,21 @@
-"""Path `deepspeed`: the case's model under DeepSpeed's own engine, AutoTP over tensor-parallel ranks and ZeRO over data-parallel ones.
+"""Path `deepspeed`: the case's model in DeepSpeed's own engine, AutoTP over tensor-parallel and ZeRO over data-parallel
+ranks.
 
 Everything that the case asks for goes through `deepspeed.initialize`; nothing of the training is done here. What this
-module adds is the reading: parameters, gradients and weights are taken off the live engine, each rank's own part only, so
-that `suites.observe` assembles them without the framework's gather.
+module adds is the reading: parameters, gradients and weights are taken off the live engine, each rank's own part only,
+so that `suites.observe` assembles them without the framework's gather.
 
-Runs with DeepSpeed 0.18.9 to 0.19.8. Errors that DeepSpeed raises pass through unchanged: whether they are clear refusals
-is for others to judge.
+Runs with DeepSpeed 0.18.9 to 0.19.8. Errors that DeepSpeed raises pass through unchanged: whether they are clear
+refusals is for others to judge.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +26,7 @@ from torch import Tensor, nn
 from suites import optimizers
 from suites.cases import Case
 from suites.data import MicroBatch
-from suites.model import COLUMN, EMBEDDING, HEAD, ROW, Decoder, build_model, parameter_shapes
+from suites.model import COLUMN, ROW, Decoder, build_model, parameter_shapes
 from suites.observe import Piece
 from suites.paths import Notice
 from suites.paths.deepspeed_pieces import gradient_piece, weight_piece
@@ -35,6 +38,8 @@ import deepspeed
 import deepspeed.comm.comm
 import deepspeed.ops
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import groups
 
 # What DeepSpeed remembers of its process groups; a second engine in the process would silently reuse another case's.
@@ -63,12 +68,13 @@ def build(case: Case, device: torch.device, notice: Notice) -> DeepSpeedTrainer:
     _prepare(device)
     try:
         model = build_model(case, device, getattr(torch, case.dtype), lambda event, m: _notice(notice, event, m))
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            # A callable is handed the parameters that are there after sharding, whatever modules AutoTP replaced.
-            optimizer=lambda parameters: optimizers.make(case, _trainable(parameters)),
-            config=configuration(case),
-        )
+        with contextlib.redirect_stdout(sys.stderr):  # some versions print diagnostics
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                # A callable is handed the parameters that are there after sharding, whatever modules AutoTP replaced.
+                optimizer=lambda parameters: optimizers.make(case, _trainable(parameters)),
+                config=configuration(case),
+            )
         _install_loss(engine.module)
     except BaseException:
         _forget()
@@ -106,7 +112,9 @@ def _layer_specs(case: Case) -> list[dict[str, Any]]:
         return {"patterns": [rf".*\b{name}\.weight$" for name in names], "partition_type": kind, **options}
 
     def end(name: str) -> dict[str, Any]:
-        return spec([name], "row") if case.head == "row" else spec([name], "column", gather_output=case.head == "gathered")
+        if case.head == "row":
+            return spec([name], "row")
+        return spec([name], "column", gather_output=case.head == "gathered")
 
     # The vocab head is asked for by an option of its own; an entry for it would be superseded.
     ends = [] if case.head == "vocab" else [end("lm_head")]
@@ -126,7 +134,10 @@ def _notice(notice: Notice, event: str, model: Decoder) -> None:
 
 
 def _install_loss(model: Decoder) -> None:
-    """Where DeepSpeed put its sharded loss in, call it with labels that are the next tokens already (it would shift them)."""
+    """Call the sharded loss, where DeepSpeed put one in, with labels that are the next tokens already.
+
+    Given as `labels` it would shift them once more.
+    """
     replaced = model.loss_function
     if getattr(model, "_deepspeed_original_loss_function", None) is None:
         return
@@ -165,7 +176,7 @@ class DeepSpeedTrainer:
         return loss.detach(), logits.detach()
 
     def gradients(self) -> Mapping[str, Piece]:
-        """This rank's own part of each trainable parameter's gradient, as the optimizer will use it but for clipping."""
+        """This rank's own part of each trainable parameter's gradient, as the optimizer gets it, before clipping."""
         return {
             name: gradient_piece(parameter, self.case.zero, self.dp_rank)
             for name, parameter in self.parameters().items()
@@ -183,7 +194,7 @@ class DeepSpeedTrainer:
         return {name: weight_piece(parameter, self.dp_rank) for name, parameter in self.parameters().items()}
 
     def optimized(self) -> Sequence[Tensor]:
-        """The model's parameters that the optimizer updates, once per mention (ZeRO's flat buffers named by what is in them)."""
+        """The model's parameters that the optimizer updates, once per mention; ZeRO's flat buffers stand for theirs."""
         optimizer = self.engine.optimizer
         for attribute in ("bit16_groups", "fp16_groups"):  # ZeRO 1 and 2; ZeRO 3
             if hasattr(optimizer, attribute):
@@ -212,11 +223,16 @@ def _prepare(device: torch.device) -> None:
         # Compiling this op takes minutes, and a killed compilation leaves a lock on which every later run waits.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _forget()
-    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+    deepspeed.init_distributed(verbose=False)  # takes the process group that is up
 
 
 def _forget() -> None:
     """Take back what DeepSpeed's modules remember of a case, and destroy the process groups that it made."""
+    parameter_offload.FWD_MODULE_STACK.clear()  # ZeRO 3 puts each model here and never takes it off
+    for method in vars(PartitionedParameterCoordinator).values():  # … and in a cache of one of its methods
+        for cell in getattr(method, "__closure__", None) or ():
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
     mine = {id(g): g for g in (getattr(groups, name, None) for name in REMEMBERED_GROUPS) if g is not None}
     for name in (*REMEMBERED_GROUPS, *REMEMBERED_VALUES):
         if hasattr(groups, name):

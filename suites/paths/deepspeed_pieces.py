@@ -1,24 +1,28 @@
-"""What one rank holds of a DeepSpeed parameter: the part of its gradient and of its weight, with offset and local shape.
+"""What one rank holds of a DeepSpeed parameter: its part of gradient and weight, with offset and local shape.
 
-Only each rank's own memory is read here, no collective is issued: the full tensors are assembled by `suites.observe`
-(rule 3 of the design). Where a DeepSpeed lacks the attributes this needs, its public `safe_get_full_grad` stands in (a gather over
-the data-parallel ranks only).
+Only the rank's own memory is read here, no collective is issued: the full tensors are assembled by `suites.observe`
+(rule 3 of the design). Where a DeepSpeed lacks the attributes that this needs, its public `safe_get_full_grad` stands
+in, a gather over the data-parallel ranks only.
+
+A parameter is an `nn.Parameter` to which DeepSpeed has added attributes; hence `Any`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_grad, safe_get_local_grad
-from torch import nn
 
 from suites.observe import Piece
 
 
-def gradient_piece(parameter: nn.Parameter, zero: int, dp_rank: int) -> Piece:
+def gradient_piece(parameter: Any, zero: int, dp_rank: int) -> Piece:
     """This rank's part of the gradient: averaged over micro-batches and data-parallel ranks, before clipping.
 
-    A parameter that no gradient reached has a gradient of zeros. To be called between the last backward pass and the step.
+    A parameter that no gradient reached has a gradient of zeros. Call it between
+    the last backward pass and the step.
     """
     if zero == 0:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -35,14 +39,14 @@ def gradient_piece(parameter: nn.Parameter, zero: int, dp_rank: int) -> Piece:
     return Piece.part(fragment, address.start, parameter.shape)
 
 
-def weight_piece(parameter: nn.Parameter, dp_rank: int) -> Piece:
+def weight_piece(parameter: Any, dp_rank: int) -> Piece:
     """This rank's part of the weight that the model computes with."""
     if not hasattr(parameter, "ds_tensor") or parameter.ds_status == ZeroParamStatus.AVAILABLE:
         return Piece.whole(parameter)
     return _partition(parameter, parameter.ds_tensor, dp_rank)
 
 
-def _partition(parameter: nn.Parameter, flat: torch.Tensor, dp_rank: int) -> Piece:
+def _partition(parameter: Any, flat: torch.Tensor, dp_rank: int) -> Piece:
     """ZeRO 3: equal flat partitions in the order of the ranks, the last ones padded; the padding is cut off."""
     start = min(dp_rank * parameter.partition_numel(), parameter.ds_numel)
     held = min(parameter.partition_numel(), parameter.ds_numel - start)

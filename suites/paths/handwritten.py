@@ -1,7 +1,8 @@
 """The hand-written path: tensor parallelism and ZeRO 0, 1, 2 in plain torch.distributed, every collective spelled out.
 
-It states what the frameworks must do, and it is where `suites.faults` puts its bugs: each step that can go wrong is a small
-function or class of its own. Notation of shapes: b batch, s sequence, h hidden, v vocabulary; a trailing "/tp" is local.
+It states what the frameworks must do, and it is where `suites.faults` puts its bugs: each step that can go wrong is a
+small function or class of its own. Notation of shapes: b batch, s sequence, h hidden, v vocabulary; a trailing "/tp"
+is local.
 
     head=vocab     embedding and head [v/tp, h]; lookup all-reduced; logits stay [b, s, v/tp]; sharded cross-entropy
     head=gathered  the same shards; logits gathered to [b, s, v]; ordinary cross-entropy
@@ -55,7 +56,7 @@ class Mesh:
         dist.destroy_process_group(self.dp_group)
 
 
-# --- collectives -------------------------------------------------------------------------------------------------------
+# --- collectives ---------------------------------------------------------------------------------------------------
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -79,7 +80,7 @@ def shard_sizes(extent: int, parts: int) -> list[int]:
     return [len(part) for part in torch.arange(extent).tensor_split(parts)]
 
 
-# --- the four conjugate pairs of tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3) ----------------------------
+# --- the four conjugate pairs of tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3) ---------------------
 
 
 class CopyToTP(torch.autograd.Function):
@@ -146,7 +147,7 @@ def own_slice(x: Tensor, mesh: Mesh, sizes: Sequence[int]) -> Tensor:
     return x.split(list(sizes), dim=-1)[mesh.tp_rank].contiguous()
 
 
-# --- layers ------------------------------------------------------------------------------------------------------------
+# --- layers --------------------------------------------------------------------------------------------------------
 
 
 class ColumnParallel(nn.Module):
@@ -240,7 +241,7 @@ class RowParallelHead(nn.Module):
         return logits if self.bias is None else logits + self.bias
 
 
-# --- loss over sharded logits ----------------------------------------------------------------------------------------------
+# --- loss over sharded logits --------------------------------------------------------------------------------------
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -287,21 +288,21 @@ class VocabParallelLoss:
         return losses.sum() / (labels != IGNORED).sum()
 
 
-# --- sharding the model ------------------------------------------------------------------------------------------------
+# --- sharding the model --------------------------------------------------------------------------------------------
 
 
 class Sharder:
     """Cuts parameters, each one once: modules that shared a weight before share its shard after.
 
-    Looking the original up by identity, whatever order the modules come in, is what keeps a tie (the bug of DeepSpeed's tied
-    row-parallel head was to look at the tie only after one of the two modules had been replaced).
+    Looking the original up by identity, whatever order the modules come in, is what keeps a tie (the bug of
+    DeepSpeed's tied row-parallel head was to look at the tie only after one of the two modules had been replaced).
     """
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
-        self._shards: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # id -> (original, kept alive; its shard)
+        self._shards: dict[int, tuple[Tensor, nn.Parameter]] = {}  # id -> (original, kept alive; its shard)
 
-    def cut(self, whole: nn.Parameter, dim: int) -> nn.Parameter:
+    def cut(self, whole: Tensor, dim: int) -> nn.Parameter:
         """This rank's shard of `whole` along `dim`, marked with ``tp_dim``."""
         if id(whole) not in self._shards:
             local = whole.detach().tensor_split(self.mesh.tp, dim)[self.mesh.tp_rank].clone()
@@ -342,11 +343,12 @@ def shard_model(model: Decoder, case: Case, mesh: Mesh) -> None:
         model.tie()
 
 
-# --- data parallelism --------------------------------------------------------------------------------------------------
+# --- data parallelism ----------------------------------------------------------------------------------------------
 
 
-def squared_norm(parameter: nn.Parameter, gradient: Tensor, mesh: Mesh) -> Tensor:
-    """This rank's share of the global squared norm: sharded parameters count everywhere, replicated ones on one rank."""
+def squared_norm(parameter: Tensor, gradient: Tensor, mesh: Mesh) -> Tensor:
+    """This rank's share of the global squared norm: sharded parameters count everywhere, replicated ones on one
+    rank."""
     counts = getattr(parameter, "tp_dim", None) is not None or mesh.tp_rank == 0
     square = gradient.square().sum()
     return square if counts else torch.zeros_like(square)
@@ -390,8 +392,8 @@ def mean_over_dp(gradient: Tensor | None, mesh: Mesh) -> Tensor:
 class ZeroPartitioned:
     """ZeRO 1 and 2: all parameters in one flat vector, each data-parallel rank updates its own equal part of it.
 
-    Stage 1 all-reduces the gradients, stage 2 reduce-scatters them so that a rank keeps its own part only; both all-gather
-    the updated parts (Rajbhandari et al., arXiv 1910.02054).
+    Stage 1 all-reduces the gradients, stage 2 reduce-scatters them so that a rank keeps its own part only; both
+    all-gather the updated parts (Rajbhandari et al., arXiv 1910.02054).
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], case: Case, mesh: Mesh):
@@ -424,7 +426,8 @@ class ZeroPartitioned:
             parameter.grad = None
 
     def _overlaps(self) -> dict[str, tuple[int, int, int]]:
-        """Per parameter: begin and end inside its own flat tensor of what this rank's part holds, and where in the part."""
+        """Per parameter: begin and end inside its own flat tensor of what this rank's part holds, and where in the
+        part."""
         found = {}
         for name, parameter in self.parameters.items():
             begin = max(self.start - self.offsets[name], 0)
@@ -470,7 +473,7 @@ def zeros_for_none(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-# --- the trainer -------------------------------------------------------------------------------------------------------
+# --- the trainer ---------------------------------------------------------------------------------------------------
 
 
 class HandwrittenTrainer:
@@ -543,5 +546,3 @@ def both_names(pieces: Mapping[str, Piece], parameters: Mapping[str, nn.Paramete
 def build(case: Case, device: torch.device, notice: Notice) -> HandwrittenTrainer:
     """Builder of this path, see `suites.paths`."""
     return HandwrittenTrainer(case, device, notice)
-
-
