@@ -6,6 +6,7 @@ tensors are put together here, from local shapes and offsets, never by a framewo
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -121,6 +122,8 @@ class RankObservation:
         try:
             raw = torch.load(path, weights_only=True, map_location="cpu")
             return _rank(raw)
+        except pickle.UnpicklingError:
+            raise ObservationError(f"observation {path.name} cannot be read: it holds more than values") from None
         except (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError) as error:
             raise ObservationError(f"observation {path.name} cannot be read: {error}") from None
 

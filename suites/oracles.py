@@ -144,12 +144,13 @@ class Evidence:
 
 def complete(e: Evidence) -> Finding:
     """Every rank, step, loss and tensor is there and fits together."""
-    problems = list(e.gaps)
+    problems = []
     if len(e.ranks) != e.case.world_size:
-        problems.insert(0, f"{len(e.ranks)} of {e.case.world_size} ranks reported")
+        problems.append(f"{len(e.ranks)} of {e.case.world_size} ranks reported")
     for place, rank in e.ranks.items():
         if len(rank.steps) != e.case.steps:
             problems.append(f"rank {rank.rank} {place} reported {len(rank.steps)} of {e.case.steps} steps")
+    problems += e.gaps
     more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
     good = f"{e.case.world_size} ranks, {e.case.steps} steps, {len(parameter_shapes(e.case))} parameters, no gap"
     return Finding("complete", bool(problems), "; ".join(problems[:2]) + more if problems else good)

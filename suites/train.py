@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from suites import data, paths
 from suites.cases import Case
-from suites.model import EMBEDDING, HEAD
+from suites.model import EMBEDDING, HEAD, parameter_shapes
 from suites.observe import Lifecycle, Piece, RankObservation, StepObservation
 
 Progress = Callable[[str], None]
@@ -81,7 +81,7 @@ def run_rank(case: Case, device: torch.device, progress: Progress = lambda phase
             dp_rank=trainer.dp_rank,
             lifecycle=tuple(lifecycle),
             layout=dict(trainer.layout()),
-            census=_census(trainer, named),
+            census=_census(case, trainer, named),
             initial=initial,
             steps=tuple(steps),
             peak_memory_bytes=peak_memory(device),
@@ -144,10 +144,13 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
-def _census(trainer: paths.Trainer, named: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Canonical name of each parameter that the optimizer holds, one entry a mention (a tied weight: the embedding's
-    name)."""
+def _census(case: Case, trainer: paths.Trainer, named: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Canonical name of each parameter that the optimizer holds, one entry a mention.
+
+    A tied weight goes by the embedding's name, whichever of the two modules the model registers first.
+    """
     names: dict[int, str] = {}
-    for name, parameter in named.items():
-        names.setdefault(id(parameter), name)
+    for name in parameter_shapes(case):
+        if name in named:
+            names.setdefault(id(named[name]), name)
     return tuple(names.get(id(p), f"?{tuple(p.shape)}") for p in trainer.optimized())

@@ -204,9 +204,12 @@ class DeepSpeedTrainer:
     def close(self) -> None:
         """Destroy engine and process groups: neither hooks nor groups nor memory pass on to the next case."""
         engine, self.engine = self.engine, None
-        engine.destroy()
-        del engine
-        _forget()
+        try:
+            engine.destroy()
+        finally:
+            del engine
+            _forget()
+            gc.collect()  # engines are full of cycles, and hold tensors and process groups
 
 
 def _prepare(device: torch.device) -> None:
@@ -237,8 +240,8 @@ def _forget() -> None:
     for name in (*REMEMBERED_GROUPS, *REMEMBERED_VALUES):
         if hasattr(groups, name):
             setattr(groups, name, None)
-    gc.collect()  # engines are full of cycles; their hooks hold the groups
     for group in mine.values():
         if dist.is_initialized() and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    deepspeed.set_autotp_mode(training=False)  # as after import; an engine with tensor parallelism turns it on
     deepspeed.comm.comm.cdb = None  # holds the default group of this moment

@@ -1,0 +1,100 @@
+"""Assembling full tensors from pieces, and files of observations that cannot run code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+
+import pytest
+import torch
+
+from suites.cases import Case
+from suites.observe import ObservationError, Piece, RankObservation, assemble, bitwise_equal
+
+CASE = Case("handwritten", tp=2, dp=2, hidden=35)
+FULL = torch.arange(12 * 5, dtype=torch.float32).reshape(12, 5)
+
+
+def zero_parts(shard: torch.Tensor, cut: int) -> list[Piece]:
+    flat = shard.reshape(-1)
+    return [Piece.part(flat[:cut], 0, shard.shape), Piece.part(flat[cut:], cut, shard.shape)]
+
+
+def pieces(dim: int, cut: int = 7) -> dict[tuple[int, int], Piece]:
+    found = {}
+    for tp_rank, shard in enumerate(FULL.tensor_split(2, dim)):
+        for dp_rank, piece in enumerate(zero_parts(shard.contiguous(), cut)):
+            found[tp_rank, dp_rank] = piece
+    return found
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_uneven_shards_in_zero_parts_make_the_full_tensor(dim):
+    whole = assemble("w", pieces(dim), FULL.shape, CASE)
+    assert torch.equal(whole.value, FULL)
+    assert whole.dim == dim
+    assert whole.sizes == ((6, 6) if dim == 0 else (3, 2))
+    assert whole.replicas_equal
+
+
+def test_replicas_that_differ_by_one_bit_are_seen():
+    copies = {(t, d): Piece.whole(FULL) for t in range(2) for d in range(2)}
+    assert assemble("w", copies, FULL.shape, CASE).replicas_equal
+    other = FULL.clone()
+    other[3, 3] = torch.nextafter(other[3, 3], torch.tensor(1e9))
+    for place in ((1, 0), (0, 1)):
+        whole = assemble("w", copies | {place: Piece.whole(other)}, FULL.shape, CASE)
+        assert not whole.replicas_equal
+        assert "rank 1" in whole.disagreement
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: {k: v for k, v in p.items() if k != (1, 1)}, "1 of 2 data-parallel pieces"),
+        (lambda p: p | {(0, 1): Piece.part(torch.zeros(3), 9, (6, 5))}, "are on no rank"),
+        (lambda p: p | {(0, 1): Piece.part(torch.zeros(30), 7, (6, 5))}, "holds elements"),
+        (lambda p: p | {(0, 1): Piece.part(torch.zeros(30).double(), 0, (6, 5))}, "holds elements"),
+        (lambda p: p | {(0, 1): Piece.part(torch.zeros(3), 0, (6, 4))}, "different shapes"),
+        (lambda p: p | {(1, d): Piece.whole(torch.zeros(5, 5)) for d in range(2)}, "do not add up"),
+    ],
+)
+def test_gaps_and_odd_shapes_are_errors(change, message):
+    with pytest.raises(ObservationError, match=message):
+        assemble("w", change(pieces(0)), FULL.shape, CASE)
+
+
+def test_bitwise_equality():
+    nan = torch.tensor([float("nan")])
+    assert bitwise_equal(nan, nan.clone())
+    assert not bitwise_equal(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not bitwise_equal(torch.zeros(2), torch.zeros(2).double())
+    assert bitwise_equal(torch.zeros(2, 3), torch.zeros(3, 2).t())
+
+
+def test_observations_come_back_from_a_file(run_jobs):
+    ranks = run_jobs([("handwritten:tie=tied,head=row,zero=2,hidden=35", None)])[0]
+    assert [r.rank for r in ranks] == [0, 1]
+    assert ranks[0].steps[0].collectives
+    assert ranks[0].steps[1].collectives is None
+    assert all(step.seconds > 0 for step in ranks[0].steps)
+    assert ranks[0].peak_memory_bytes > 1e7
+
+
+class Attack:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["TIEBENCH_ATTACK"],)
+
+
+def test_a_file_with_code_in_it_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIEBENCH_ATTACK", str(tmp_path / "owned"))
+    bad = tmp_path / "rank0.pt"
+    bad.write_bytes(pickle.dumps(Attack(), protocol=2))
+    with pytest.raises(ObservationError, match=r"rank0\.pt cannot be read"):
+        RankObservation.load(bad)
+    torch.save({"steps": [], "x": Attack()}, bad)
+    with pytest.raises(ObservationError):
+        RankObservation.load(bad)
+    assert not (tmp_path / "owned").exists()
+    with pytest.raises(ObservationError):
+        RankObservation.load(tmp_path / "missing.pt")
