@@ -1,0 +1,390 @@
+"""The facts that every rendering of a run shares: verdict and next step first, then what went wrong. Fails closed.
+
+Green needs all of it: at least one case, every planned case finished as expected, the end row of a complete run, and no
+row that could not be read. Everything else is exit code 1.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from ci.records import Finding, Record, RunRow, expected
+from reports.columns import error_unit
+from reports.load import Loaded
+from reports.text import MISSING, count, number, percent, seconds
+
+# Worst first: what a maintainer should look at first. The values of `outcome`.
+SEVERITY = (
+    "bug",
+    "crash",
+    "hang",
+    "timeout",
+    "lost",
+    "no verdict",
+    "inconclusive",
+    "refused",
+    "skipped",
+    "not run",
+    "rounding",
+    "exact",
+)
+MOST_BLIND_FACTORS = 12
+NOTHING = "nothing to do"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run in short. All text is raw: each rendering escapes it.
+
+    Args:
+        state: green, red (something ran and is not as expected), incomplete (a gap, but no bad result), empty.
+        headline: verdict, one line.
+        next_step: what to do now, one line.
+        next_command: the command of the next step, None where there is none.
+        counts: number of cases per outcome, worst first.
+        failing: cases that are not as expected, worst first, those that were not run left out.
+        not_run: planned cases that never began.
+        pattern: what all failing cases share and no other case does, None where there is no such thing.
+        elapsed_seconds: wall clock of the whole run, None where nothing tells.
+        slowest, tightest: up to five cases with the longest wall clock, with the least headroom.
+        blind: what this run could not have seen, one line each.
+        notes: damage, torn lines and oddities, one line each.
+        exit_code: 0 all as expected, 1 anything else.
+    """
+
+    loaded: Loaded
+    state: Literal["green", "red", "incomplete", "empty"]
+    headline: str
+    next_step: str
+    next_command: str | None
+    counts: tuple[tuple[str, int], ...]
+    failing: tuple[Record, ...]
+    not_run: tuple[Record, ...]
+    pattern: str | None
+    elapsed_seconds: float | None
+    slowest: tuple[Record, ...]
+    tightest: tuple[Record, ...]
+    blind: tuple[str, ...]
+    notes: tuple[str, ...]
+    exit_code: int
+
+    @property
+    def plan(self) -> RunRow:
+        """What was planned."""
+        return self.loaded.run.plan
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """All records, in plan order."""
+        return self.loaded.run.records
+
+    @property
+    def budget_seconds(self) -> float:
+        """Time budget of the run."""
+        return self.plan.budget_seconds
+
+    @property
+    def budget_line(self) -> str:
+        """Budget used against budget, for people."""
+        if self.elapsed_seconds is None:
+            return f"of {seconds(self.budget_seconds)} budget, an unknown part was used"
+        share = f" ({self.elapsed_seconds / self.budget_seconds:.0%})" if self.budget_seconds > 0 else ""
+        return f"{seconds(self.elapsed_seconds)} of {seconds(self.budget_seconds)} budget{share}"
+
+
+def outcome(record: Record) -> str:
+    """One word for a record: its verdict if it finished, else what became of it. One of `SEVERITY`."""
+    if record.status == "finished":
+        return record.verdict or "no verdict"
+    if record.status == "timeout":
+        return record.verdict if record.verdict in ("hang", "crash") else "timeout"
+    return record.status.replace("_", " ")
+
+
+def by_severity(record: Record) -> int:
+    """Sort key, worst first."""
+    return SEVERITY.index(outcome(record))
+
+
+def rerun_command(record: Record) -> str:
+    """The one command that runs this case again alone."""
+    if record.rerun:
+        return record.rerun
+    target = f" --target {shlex.quote(record.target)}" if record.target else ""
+    return f"tiebench run --case {shlex.quote(record.case)}{target}"
+
+
+def shown_rerun(record: Record) -> str:
+    """`rerun_command`, said to be incomplete where it would run without the fault that this record was made with."""
+    command = rerun_command(record)
+    patch = (record.patch or "").split(" ")[0]
+    return f"{command}  # and the patch {patch}" if patch and "--patch" not in command else command
+
+
+def unsaid(record: Record) -> list[Finding]:
+    """Findings that flagged and are not in the record's evidence word for word."""
+    return [f for f in record.findings if f.flagged and f.evidence not in record.evidence]
+
+
+def error_text(record: Record) -> str:
+    """Error against limit with unit, for people."""
+    unit = f" {name}" if (name := error_unit(record)) else ""
+    if record.limit is None:
+        return MISSING if record.error is None else f"{number(record.error)}{unit}"
+    return f"{'not finite' if record.error is None else number(record.error)} / {number(record.limit)}{unit}"
+
+
+def error_share(record: Record) -> float | None:
+    """Error as a share of its limit, below 1 for rounding; inf where it is no finite number; None without limit."""
+    if record.limit is None:
+        return None
+    if record.error is None or not math.isfinite(record.error):
+        return math.inf
+    if record.limit <= 0:
+        return 0.0 if record.error <= 0 else math.inf
+    return record.error / record.limit
+
+
+def over_budget(record: Record) -> bool:
+    """The case took longer than its own limit."""
+    return (
+        record.wall_seconds is not None
+        and record.budget_seconds is not None
+        and record.wall_seconds > record.budget_seconds
+    )
+
+
+def summarize(loaded: Loaded) -> Summary:
+    """Reduce one run to the facts that all renderings share."""
+    run, records = loaded.run, loaded.run.records
+    counted = Counter(map(outcome, records))
+    counts = tuple((name, counted[name]) for name in SEVERITY if counted[name])
+    bad = sorted((r for r in records if not expected(r)), key=by_severity)
+    failing = tuple(r for r in bad if r.status != "not_run")
+    not_run = tuple(r for r in bad if r.status == "not_run")
+    notes = [*_oddities(loaded), *loaded.notes]
+    whole = (
+        run.end is not None
+        and run.end.reason == "complete"
+        and run.end.exit_code == 0
+        and not run.torn
+        and not run.damage
+    )
+    if not records:
+        state: Literal["green", "red", "incomplete", "empty"] = "empty"
+    elif any(r.status != "lost" for r in failing):
+        state = "red"
+    else:
+        state = "incomplete" if bad or not whole else "green"
+    pattern = _pattern(records)
+    headline, step, command = _headline(
+        loaded, state=state, counts=counts, failing=failing, not_run=not_run, pattern=pattern
+    )
+    timed = sorted((r for r in records if r.wall_seconds is not None), key=lambda r: -(r.wall_seconds or 0))
+    measured = sorted((r for r in records if error_share(r) is not None), key=lambda r: -(error_share(r) or 0))
+    return Summary(
+        loaded=loaded,
+        state=state,
+        headline=headline,
+        next_step=step,
+        next_command=command,
+        counts=counts,
+        failing=failing,
+        not_run=not_run,
+        pattern=pattern,
+        elapsed_seconds=_elapsed(loaded),
+        slowest=tuple(timed[:5]),
+        tightest=tuple(measured[:5]),
+        blind=_blind(loaded, records),
+        notes=tuple(notes),
+        exit_code=0 if state == "green" else 1,
+    )
+
+
+def _headline(
+    loaded: Loaded,
+    *,
+    state: str,
+    counts: Sequence[tuple[str, int]],
+    failing: Sequence[Record],
+    not_run: Sequence[Record],
+    pattern: str | None,
+) -> tuple[str, str, str | None]:
+    run, total = loaded.run, len(loaded.run.records)
+    spelled = ", ".join(f"{many} {name}" for name, many in counts)
+    again = run.plan.command or None
+    if state == "empty":
+        return "NOTHING MEASURED: the plan has no case", "check the plan's name and its filters", again
+    if state == "green":
+        return f"GREEN: {_all(total)} as expected ({spelled})", NOTHING, None
+    if state == "red":
+        bad = len(failing) + len(not_run)
+        first = failing[0]
+        cut = ", and the run was killed or is still going" if run.end is None else ""
+        shared = f": all have {pattern}, no green case does" if pattern else ""
+        return (
+            f"RED: {bad} of {count(total, 'case')} not as expected ({spelled}){shared}{cut}",
+            _step(first),
+            shown_rerun(first),
+        )
+    missing = len(failing) + len(not_run)
+    lost = f" ({spelled})"
+    if run.end is None:
+        why = "the run was killed, or is still going"
+    elif run.end.reason == "complete" and not missing and not (run.torn or run.damage):
+        why = f"the run ended with exit code {run.end.exit_code}" + (f": {run.end.message}" if run.end.message else "")
+    elif run.end.reason == "complete":
+        why = (
+            "the record log has a gap"
+            if run.torn or run.damage
+            else "cases have no result although the run ended by itself"
+        )
+    else:
+        said = {
+            "budget": "the budget was used up",
+            "interrupted": "it was interrupted",
+            "error": "it ended with an error",
+        }
+        why = said[run.end.reason] + (f": {run.end.message}" if run.end.message else "")
+    if missing:
+        step = (
+            "run it again with a larger budget"
+            if run.end and run.end.reason == "budget"
+            else "run the missing cases again"
+        )
+        return f"INCOMPLETE: {missing} of {count(total, 'case')} without a result, {why}{lost}", step, again
+    return f"INCOMPLETE: no bad result among {count(total, 'case')}, but {why}{lost}", "run it again", again
+
+
+def _all(total: int) -> str:
+    return "the one case is" if total == 1 else f"all {total} cases are"
+
+
+def _step(record: Record) -> str:
+    name = outcome(record)
+    oracle = f" by {record.oracle}" if record.oracle else ""
+    return {
+        "bug": f"read the evidence (flagged{oracle}), then run the first case alone",
+        "crash": "read the error, then run the first case alone",
+        "hang": "read the stacks, then run the first case alone",
+        "timeout": "see whether the first case hangs or is only slow: run it alone",
+        "refused": "the target refuses this on purpose: choose another target, or take the case out of the plan",
+        "skipped": "see the reasons: a skipped case is not green",
+        "inconclusive": "run the first case alone at a higher precision",
+    }.get(name, "run the first case alone")
+
+
+def _pattern(records: Sequence[Record]) -> str | None:
+    """Factor values that all failing cases have and no green one has; two cases on either side are needed."""
+    bad = [r for r in records if not expected(r) and r.status not in ("not_run", "lost", "skipped")]
+    good = [r for r in records if expected(r)]
+    if len(bad) < 2 or len(good) < 2:
+        return None
+    points = {r.case: {"path": r.path, **r.factors} for r in [*bad, *good]}
+    first = points[bad[0].case]
+    shared = {k: v for k, v in first.items() if all(points[r.case].get(k) == v for r in bad)}
+    telling = {k: v for k, v in shared.items() if any(points[r.case].get(k) != v for r in good)}
+    if not telling or any(all(points[r.case].get(k) == v for k, v in telling.items()) for r in good):
+        return None
+    for key in list(telling):  # drop what is not needed to tell them apart
+        rest = {k: v for k, v in telling.items() if k != key}
+        if rest and not any(all(points[r.case].get(k) == v for k, v in rest.items()) for r in good):
+            telling = rest
+    return ", ".join(f"{k}={v}" for k, v in telling.items())
+
+
+def _elapsed(loaded: Loaded) -> float | None:
+    """From the run's first row to its last, or the sum of the cases where a time stamp is missing."""
+    run = loaded.run
+    begin = _time(run.plan.started_at)
+    if run.end is not None:
+        finish = _time(run.end.ended_at)
+        if begin is not None and finish is not None and finish >= begin:
+            return finish - begin
+    stamps = [(_time(r.started_at), r.wall_seconds or 0.0) for r in run.records]
+    ends = [
+        start + wall - begin for start, wall in stamps if start is not None and begin is not None and start >= begin
+    ]
+    if ends:
+        return max(ends)
+    walls = [r.wall_seconds for r in run.records if r.wall_seconds is not None]
+    return sum(walls) if walls else None
+
+
+def _time(stamp: str | None) -> float | None:
+    try:
+        parsed = datetime.fromisoformat((stamp or "").replace("Z", "+00:00"))
+        return parsed.timestamp() if parsed.tzinfo else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def _blind(loaded: Loaded, records: Sequence[Record]) -> tuple[str, ...]:
+    """What a bug could hide behind in this run."""
+    lines: list[str] = []
+    silent = [r for r in records if r.verdict is None or r.status != "finished"]
+    if silent:
+        lines.append(f"{count(len(silent), 'case')} without a verdict: nothing is known of them")
+    numberless = [r for r in records if expected(r) and r.limit is None]
+    if numberless:
+        lines.append(f"{count(len(numberless), 'green case')} had no numeric check, only yes/no ones")
+    loosest: dict[tuple[str, str], float] = {}
+    for record in records:
+        for finding in record.findings:
+            if finding.limit is not None and expected(record):
+                key = (finding.oracle, finding.unit or "")
+                loosest[key] = max(loosest.get(key, 0.0), finding.limit)
+    for (oracle, unit), limit in sorted(loosest.items()):
+        lines.append(
+            f"{oracle}: nothing below {number(limit)}{' ' + unit if unit else ''} (the loosest limit of a green case)"
+        )
+    fixed = []
+    for name in dict.fromkeys(n for r in records for n in r.factors):
+        values = {r.factors.get(name) for r in records if r.verdict is not None}
+        if len(values) == 1:
+            fixed.append(f"{name}={values.pop()}")
+    if fixed and len(records) > 1:
+        more = f" and {len(fixed) - MOST_BLIND_FACTORS} more" if len(fixed) > MOST_BLIND_FACTORS else ""
+        lines.append(f"anything that shows only at another value of {', '.join(fixed[:MOST_BLIND_FACTORS])}{more}")
+    return tuple(lines)
+
+
+def _oddities(loaded: Loaded) -> list[str]:
+    run = loaded.run
+    notes: list[str] = []
+    if run.end is None:
+        notes.append("no end row: the run was killed, or is still going")
+    elif run.end.reason != "complete" or (run.end.exit_code != 0 and all(map(expected, run.records))):
+        message = f": {run.end.message}" if run.end.message else ""
+        notes.append(f"the run ended with reason {run.end.reason}, exit code {run.end.exit_code}{message}")
+    strangers = len(run.records) - len(run.plan.cases)
+    if strangers > 0:
+        notes.append(f"{count(strangers, 'case')} ran without being planned")
+    prints = {r.environment for r in run.records if r.environment}
+    if len(prints) > 1:
+        notes.append(f"the cases ran in {len(prints)} different environments: {', '.join(sorted(prints))}")
+    builds = {r.target for r in run.records}
+    if len(builds) > 1:
+        notes.append(f"the cases ran against {len(builds)} targets: {', '.join(sorted(builds))}")
+    faults = [r for r in run.records if r.fault]
+    if faults:
+        notes.append(f"{count(len(faults), 'case')} ran with a bug put in on purpose")
+    patches = {r.patch for r in run.records if r.patch}
+    if patches:
+        notes.append(f"patched by the user: {', '.join(sorted(patches))}")
+    late = [r for r in run.records if over_budget(r)]
+    if late:
+        notes.append(f"{count(len(late), 'case')} took longer than the case's own limit")
+    elapsed = _elapsed(loaded)
+    if elapsed is not None and run.plan.budget_seconds > 0 and elapsed > run.plan.budget_seconds:
+        notes.append(f"the run went over its budget by {percent(elapsed / run.plan.budget_seconds - 1)}")
+    again = [r for r in run.records if r.attempt > 1]
+    if again:
+        notes.append(f"{count(len(again), 'case')} needed more than one attempt; the last one counts")
+    return notes

@@ -1,0 +1,112 @@
+"""A run's report as a terminal table; narrow terminals drop columns, never rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from ci.records import Record
+from reports.columns import headroom
+from reports.summary import Summary, error_text, outcome, shown_rerun
+from reports.text import clean, count, number, seconds, shorten, size, times
+
+STYLES = {
+    "exact": "green",
+    "rounding": "green",
+    "inconclusive": "yellow",
+    "refused": "yellow",
+    "skipped": "yellow",
+    "not run": "dim",
+    "green": "bold green",
+    "incomplete": "bold yellow",
+}
+BAD = "bold red"
+NARROW, MEDIUM, WIDE, VERY_WIDE = 72, 100, 130, 150  # columns of the terminal
+MOST_FAILING = 10
+MOST_EVIDENCE = 600
+
+
+def print_report(summary: Summary, console: Console | None = None) -> None:
+    """Print the report: table first and verdict last, where the eye is when the run ends."""
+    console = console or Console()
+    if summary.records:
+        console.print(_table(summary, console.width))
+    for note in summary.notes:
+        console.print(Text(f"note: {clean(note)}", style="yellow"))
+    for record in summary.failing[:MOST_FAILING]:
+        _failing(console, record)
+    left = len(summary.failing) - MOST_FAILING
+    if left > 0:
+        console.print(Text(f"and {left} more, in report.md", style="dim"))
+    console.print(Rule(style="dim"))
+    console.print(Text(f"{clean(summary.headline)}. ", style=STYLES.get(summary.state, BAD)), soft_wrap=False)
+    console.print(Text(f"{clean(summary.plan.plan)} against {clean(summary.plan.target)}, {summary.budget_line}"))
+    if summary.exit_code:
+        console.print(Text(f"Next: {clean(summary.next_step)}"))
+        if summary.next_command:
+            console.print(
+                Text(f"  {clean(summary.next_command)}", style="bold"), soft_wrap=True
+            )  # one line, to be copied
+
+
+def _failing(console: Console, record: Record) -> None:
+    name = outcome(record)
+    head = Text(f"{name} ", style=STYLES.get(name, BAD))
+    head.append(clean(record.case), style="bold")
+    if record.oracle:
+        head.append(f"  flagged by {clean(record.oracle)}", style="default")
+    console.print()
+    console.print(head)
+    console.print(
+        Padding(Text(shorten(clean(record.evidence), MOST_EVIDENCE) or "no evidence was recorded"), (0, 0, 0, 2))
+    )
+    console.print(Text(f"  {clean(shown_rerun(record))}", style="cyan"), soft_wrap=True)
+
+
+def _table(summary: Summary, width: int) -> Table:
+    narrow, medium, wide, very_wide = (width >= least for least in (NARROW, MEDIUM, WIDE, VERY_WIDE))
+    room = width - (47 if narrow else 24)  # what the other columns of a narrow terminal leave to the id
+    shown: list[tuple[bool, str, Callable[[Record], str]]] = [
+        (narrow, "error / limit", lambda r: clean(error_text(r))),
+        (medium or not narrow, "headroom", lambda r: times(headroom(r))),
+        (narrow, "s/step", lambda r: seconds(r.seconds_per_step)),
+        (wide, "tokens/s", lambda r: number(r.tokens_per_second)),
+        (wide, "memory", lambda r: size(r.peak_memory_bytes)),
+        (narrow, "wall", lambda r: seconds(r.wall_seconds)),
+        (very_wide, "budget", lambda r: seconds(r.budget_seconds)),
+    ]
+    columns = [(title, cell) for fits, title, cell in shown if fits]
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("case", overflow="fold", ratio=1)
+    table.add_column("verdict", no_wrap=True)
+    for title, _ in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    path = None
+    for record in summary.records:
+        name = outcome(record)
+        if not medium and record.path != path:  # the path as a heading leaves the ids room
+            path = record.path
+            table.add_row(Text(clean(path), style="bold"))
+        case = clean(record.case) if medium else _short(record, room)
+        table.add_row(Text(case), Text(name, style=STYLES.get(name, BAD)), *(Text(cell(record)) for _, cell in columns))
+    table.caption_style = "dim"
+    table.caption = f"{count(len(summary.records), 'case')}: " + ", ".join(f"{n} {name}" for name, n in summary.counts)
+    table.caption_justify = "left"
+    return table
+
+
+def _short(record: Record, room: int) -> str:
+    """Id without its path, broken at a comma once it is too long for a narrow terminal."""
+    lines = [" "]
+    for part in clean(record.case.removeprefix(record.path + ":")).split(","):
+        joined = f"{lines[-1]}{part},"
+        if len(joined) > room and lines[-1].strip():
+            lines.append(f"   {part},")
+        else:
+            lines[-1] = joined
+    return "\n".join(lines).removesuffix(",")
