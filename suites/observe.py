@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from suites.cases import Case
-
 
 class ObservationError(Exception):
     """The ranks' pieces do not make up the full tensors: something is missing, doubled or of the wrong shape."""
@@ -168,8 +166,10 @@ class Assembled:
     disagreement: str = ""
 
 
-def assemble(name: str, pieces: Mapping[tuple[int, int], Piece], full_shape: Sequence[int], case: Case) -> Assembled:
-    """Full tensor of `name` from the pieces of ranks ``(tp_rank, dp_rank)``.
+def assemble(
+    name: str, pieces: Mapping[tuple[int, int], Piece], full_shape: Sequence[int], tp: int, dp: int
+) -> Assembled:
+    """Full tensor of `name` from the pieces of ranks ``(tp_rank, dp_rank)`` of a mesh of `tp` times `dp`.
 
     Within a tensor-parallel rank the data-parallel ranks' pieces must cover the local shard; where they overlap they
     are compared bit by bit. Across tensor-parallel ranks the shards are either all full (then compared bit by bit) or
@@ -180,11 +180,11 @@ def assemble(name: str, pieces: Mapping[tuple[int, int], Piece], full_shape: Seq
     """
     shards: list[Tensor] = []
     disagreements: list[str] = []
-    for tp_rank in range(case.tp):
+    for tp_rank in range(tp):
         mine = {dp: piece for (tp, dp), piece in pieces.items() if tp == tp_rank}
-        if len(mine) != case.dp:
+        if len(mine) != dp:
             raise ObservationError(
-                f"{name}: {len(mine)} of {case.dp} data-parallel pieces on tensor-parallel rank {tp_rank}"
+                f"{name}: {len(mine)} of {dp} data-parallel pieces on tensor-parallel rank {tp_rank}"
             )
         shards.append(_cover(name, tp_rank, mine, disagreements))
     shape = tuple(full_shape)

@@ -90,7 +90,7 @@ class Evidence:
         whole = {}
         for name, placed in pieces.items():
             try:
-                whole[name] = assemble(name, placed, shapes[name], self.case)
+                whole[name] = assemble(name, placed, shapes[name], self.case.tp, self.case.dp)
             except ObservationError as error:
                 self.gaps.append(f"{what} {error}")
         return whole
@@ -106,10 +106,8 @@ class Evidence:
                 }
                 try:
                     shape = (case.batch, case.sequence, case.vocab)
-                    # Each data-parallel rank has logits of its own: here a mesh of one such rank.
-                    found[dp_rank, micro] = assemble(
-                        "logits", placed, shape, case.but(path="handwritten", dp=1, zero=0)
-                    )
+                    # Each data-parallel rank has logits of its own: a mesh of one such rank.
+                    found[dp_rank, micro] = assemble("logits", placed, shape, case.tp, 1)
                 except ObservationError as error:
                     self.gaps.append(f"step {step + 1} micro-batch {micro} of data-parallel rank {dp_rank}: {error}")
         return found

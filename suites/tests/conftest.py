@@ -34,7 +34,7 @@ def _rank(rank: int, world: int, folder: str, jobs: Sequence[Job]) -> None:
 
 @pytest.fixture(scope="session")
 def run_jobs(tmp_path_factory: pytest.TempPathFactory) -> RunJobs:
-    """Function that runs (case id, fault) jobs, one set of ranks for each world size; observations in the order given."""
+    """Runs (case id, fault) jobs, one set of ranks for each world size; gives observations in the order of the jobs."""
 
     def run(jobs: Sequence[Job]) -> list[list[RankObservation]]:
         found: dict[Job, list[RankObservation]] = {}

@@ -44,7 +44,8 @@ def test_defaults_are_frozen():
         "tie": "tied", "head": "vocab", "zero": "0", "tp": "2", "dp": "1", "hidden": "32", "vocab": "64", "layers": "2",
         "sequence": "8", "batch": "4", "dtype": "float32", "optimizer": "sgd", "clip": "0", "accumulate": "1",
         "register": "embedding_first", "tie_when": "construction", "embedding_spec": "none", "padding_idx": "none",
-        "embedding_scale": "1", "head_bias": "no", "activation": "contiguous", "frozen": "none", "seed": "0", "steps": "3",
+        "embedding_scale": "1", "head_bias": "no", "activation": "contiguous", "frozen": "none", "seed": "0",
+        "steps": "3",
     }  # fmt: skip
 
 

@@ -137,7 +137,7 @@ def compare(case: Case, observed: list[RankObservation]) -> list[str]:
     ranks, shapes = by_rank(observed), parameter_shapes(case)
 
     def full(name: str, pick: Callable[[RankObservation], dict[str, Piece]]) -> Tensor:
-        whole = assemble(name, {place: pick(o)[name] for place, o in ranks.items()}, shapes[name], case)
+        whole = assemble(name, {place: pick(o)[name] for place, o in ranks.items()}, shapes[name], case.tp, case.dp)
         if not whole.replicas_equal:
             wrong.append(whole.disagreement)
         return whole.value
@@ -255,4 +255,5 @@ if __name__ == "__main__":
 
     import suites.paths.deepspeed  # noqa: F401  (before the fork, so that the ranks share the import)
 
+    gc.freeze()  # what was imported is no garbage: collections in the ranks need not look at it
     mp.start_processes(_ranks_of, args=(Path(sys.argv[1]),), nprocs=4, start_method="fork")

@@ -8,10 +8,8 @@ import pickle
 import pytest
 import torch
 
-from suites.cases import Case
 from suites.observe import ObservationError, Piece, RankObservation, assemble, bitwise_equal
 
-CASE = Case("handwritten", tp=2, dp=2, hidden=35)
 FULL = torch.arange(12 * 5, dtype=torch.float32).reshape(12, 5)
 
 
@@ -30,7 +28,7 @@ def pieces(dim: int, cut: int = 7) -> dict[tuple[int, int], Piece]:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_uneven_shards_in_zero_parts_make_the_full_tensor(dim):
-    whole = assemble("w", pieces(dim), FULL.shape, CASE)
+    whole = assemble("w", pieces(dim), FULL.shape, 2, 2)
     assert torch.equal(whole.value, FULL)
     assert whole.dim == dim
     assert whole.sizes == ((6, 6) if dim == 0 else (3, 2))
@@ -39,11 +37,11 @@ def test_uneven_shards_in_zero_parts_make_the_full_tensor(dim):
 
 def test_replicas_that_differ_by_one_bit_are_seen():
     copies = {(t, d): Piece.whole(FULL) for t in range(2) for d in range(2)}
-    assert assemble("w", copies, FULL.shape, CASE).replicas_equal
+    assert assemble("w", copies, FULL.shape, 2, 2).replicas_equal
     other = FULL.clone()
     other[3, 3] = torch.nextafter(other[3, 3], torch.tensor(1e9))
     for place in ((1, 0), (0, 1)):
-        whole = assemble("w", copies | {place: Piece.whole(other)}, FULL.shape, CASE)
+        whole = assemble("w", copies | {place: Piece.whole(other)}, FULL.shape, 2, 2)
         assert not whole.replicas_equal
         assert "rank 1" in whole.disagreement
 
@@ -61,7 +59,7 @@ def test_replicas_that_differ_by_one_bit_are_seen():
 )
 def test_gaps_and_odd_shapes_are_errors(change, message):
     with pytest.raises(ObservationError, match=message):
-        assemble("w", change(pieces(0)), FULL.shape, CASE)
+        assemble("w", change(pieces(0)), FULL.shape, 2, 2)
 
 
 def test_bitwise_equality():

@@ -16,18 +16,21 @@ from suites.oracles import ORACLES
 from suites.reference import ReferenceCache
 from suites.verdict import judge
 
+TIES = ["tied", "untied"]
+SHARDED = ["vocab", "row"]
+HEADS = [*SHARDED, "gathered"]
 NULL = [
-    *product("handwritten", tie=["tied", "untied"], head=["vocab", "row", "gathered"], zero=[0, 2], hidden=35, vocab=67),
-    *product("handwritten", dtype="float64", tie=["tied", "untied"], head=["vocab", "row"], optimizer="adamw", clip=0.5),
-    *product("handwritten", head=["vocab", "row"], dp=2, zero=[0, 1, 2], accumulate=2, hidden=35, clip=0.5),
-    *product("handwritten", head=["vocab", "row"], tp=4, vocab=67, hidden=35, padding_idx=50),
+    *product("handwritten", tie=TIES, head=HEADS, zero=[0, 2], hidden=35, vocab=67),
+    *product("handwritten", tie=TIES, head=SHARDED, dtype="float64", optimizer="adamw", clip=0.5),
+    *product("handwritten", head=SHARDED, dp=2, zero=[0, 1, 2], accumulate=2, hidden=35, clip=0.5),
+    *product("handwritten", head=SHARDED, tp=4, vocab=67, hidden=35, padding_idx=50),
     *product("handwritten", head="row", optimizer=["momentum", "adam"], frozen=["none", "body", "embedding"]),
-    *product("handwritten", head="vocab", head_bias="yes", activation="transposed", register="head_first", padding_idx=0),
-    *product("handwritten", tie_when=["after_load", "meta", "after_shard"], head=["vocab", "row"], embedding_scale=5.5),
-    *product("handwritten", tp=1, head=["vocab", "row", "gathered"], tie=["tied", "untied"]),
+    Case("handwritten", head_bias="yes", activation="transposed", register="head_first", padding_idx=0),
+    *product("handwritten", tie_when=["after_load", "meta", "after_shard"], head=SHARDED, embedding_scale=5.5),
+    *product("handwritten", tp=1, head=HEADS, tie=TIES),
     *product("handwritten", tp=1, dp=2, zero=[0, 2], head="row"),
-    *product("handwritten", seed=[1, 2, 3], head=["vocab", "row"], hidden=35, vocab=67),
-]  # fmt: skip
+    *product("handwritten", seed=[1, 2, 3], head=SHARDED, hidden=35, vocab=67),
+]
 CATCHABLE = [fault for fault in FAULTS.values() if "hang" not in fault.caught_by]
 
 
