@@ -22,7 +22,16 @@ from suites import layouts, optimizers
 from suites.cases import Case
 from suites.model import EMBEDDING, HEAD, initial_weights, parameter_shapes, trainable
 from suites.numerics import LIMITS, Deviation, deviation, unit_roundoff
-from suites.observe import Assembled, ObservationError, Piece, RankObservation, assemble, bitwise_equal, by_rank
+from suites.observe import (
+    Assembled,
+    Lifecycle,
+    ObservationError,
+    Piece,
+    RankObservation,
+    assemble,
+    bitwise_equal,
+    by_rank,
+)
 from suites.reference import Evaluation, ReferenceCache
 
 
@@ -37,6 +46,7 @@ class Finding:
         error: worst deviation, in `unit`; None for exact oracles.
         limit: largest deviation that is still rounding, in `unit`.
         unit: what both are measured in.
+        step: first step that shows it, from 1; 0 where it holds for the whole run.
     """
 
     oracle: str
@@ -45,6 +55,7 @@ class Finding:
     error: float | None = None
     limit: float | None = None
     unit: str | None = None
+    step: int = 0
 
 
 class Evidence:
@@ -157,36 +168,37 @@ def complete(e: Evidence) -> Finding:
 def tie(e: Evidence) -> Finding:
     """Embedding and head share one weight from the tie on, at every event; an untied model's never do."""
     for rank in (e.ranks[place] for place in sorted(e.ranks)):
-        events = list(rank.lifecycle)
-        seen = [event.event for event in events]
-        if missing := {"sharded", f"step {e.case.steps}"} - set(seen):
+        seen = {event.event for event in rank.lifecycle}
+        if missing := {"sharded", f"step {e.case.steps}"} - seen:
             return Finding("tie", True, f"rank {rank.rank} never reported {', '.join(sorted(missing))}")
-        if not e.case.tied:
-            for event in events:
-                if event.same_object or event.same_storage:
-                    return Finding(
-                        "tie", True, f"untied model shares one weight after {event.event!r} on rank {rank.rank}"
-                    )
-            continue
-        if "tied" not in seen:
-            return Finding("tie", True, f"the tie was never made on rank {rank.rank}")
-        last = len(seen) - 1 - seen[::-1].index("tied")
-        for event in events[last:]:
-            if not (event.same_object or event.same_storage):
-                return Finding(
-                    "tie",
-                    True,
-                    f"tie broken: after {event.event!r} embedding and head are separate tensors on rank {rank.rank}",
-                )
+        if found := broken_tie(e.case, rank.rank, rank.lifecycle):
+            return found
     for step in range(e.case.steps if e.case.tied else 0):
-        pair = [e.weights[step].get(name) for name in (EMBEDDING, HEAD)]
-        if all(pair) and not bitwise_equal(pair[0].value, pair[1].value):  # type: ignore[union-attr]
-            gap = (pair[0].value - pair[1].value).abs().max().item()  # type: ignore[union-attr]
-            return Finding(
-                "tie", True, f"tie broken: embedding and head differ by up to {gap:.2g} after step {step + 1}"
-            )
+        embedding, head = (e.weights[step].get(name) for name in (EMBEDDING, HEAD))
+        if embedding and head and not bitwise_equal(embedding.value, head.value):
+            gap = (embedding.value - head.value).abs().max().item()
+            text = f"tie broken: embedding and head differ by up to {gap:.2g} after step {step + 1}"
+            return Finding("tie", True, text)
     kind = "one weight" if e.case.tied else "two weights"
     return Finding("tie", False, f"{kind} at all {len(next(iter(e.ranks.values())).lifecycle)} events on every rank")
+
+
+def broken_tie(case: Case, rank: int, lifecycle: Sequence[Lifecycle]) -> Finding | None:
+    """What is wrong with the tie in one rank's events, which end early where the rank crashed; None if nothing is."""
+    seen = [event.event for event in lifecycle]
+    if not case.tied:
+        shared = [event.event for event in lifecycle if event.same_object or event.same_storage]
+        text = f"untied model shares one weight after {shared[0]!r} on rank {rank}" if shared else ""
+        return Finding("tie", True, text) if shared else None
+    if "tied" not in seen:
+        never = f"the tie was never made on rank {rank}"
+        return Finding("tie", True, never) if f"step {case.steps}" in seen else None
+    last = len(seen) - 1 - seen[::-1].index("tied")
+    for event in lifecycle[last:]:
+        if not (event.same_object or event.same_storage):
+            text = f"tie broken: after {event.event!r} embedding and head are separate tensors on rank {rank}"
+            return Finding("tie", True, text)
+    return None
 
 
 def layout(e: Evidence) -> Finding:
@@ -232,22 +244,21 @@ def replicas(e: Evidence) -> Finding:
     """All copies of one element of weights, gradients and logits are bitwise equal; losses and norms agree too."""
     checked = 0
     for step in range(e.case.steps):
-        for kind, wholes in (("weights", e.weights), ("gradients", e.gradients), ("logits", e.logits)):
+        stages = (("logits", e.logits), ("gradients", e.gradients), ("weights", e.weights))  # in order of cause
+        for kind, wholes in stages:
             for whole in wholes[step].values():
                 checked += 1
                 if not whole.replicas_equal:
-                    return Finding("replicas", True, f"replicas drift in step {step + 1}, {kind}: {whole.disagreement}")
+                    text = f"replicas drift in step {step + 1}, {kind}: {whole.disagreement}"
+                    return Finding("replicas", True, text, step=step + 1)
+        reported = [(place, rank.steps[step]) for place, rank in e.ranks.items() if step < len(rank.steps)]
         for dp_rank in range(e.case.dp):
-            losses = {r.steps[step].loss for (_, dp), r in e.ranks.items() if dp == dp_rank and step < len(r.steps)}
-            if len(losses) > 1:
-                return Finding(
-                    "replicas", True, f"tensor-parallel ranks disagree on the loss of step {step + 1}: {losses}"
-                )
-        norms = {r.steps[step].gradient_norm for r in e.ranks.values() if step < len(r.steps)}
-        if len(norms) > 1:
-            return Finding(
-                "replicas", True, f"ranks disagree on the gradient norm of step {step + 1}: {sorted(map(str, norms))}"
-            )
+            if len(losses := {seen.loss for (_, dp), seen in reported if dp == dp_rank}) > 1:
+                text = f"tensor-parallel ranks disagree on the loss of step {step + 1}: {sorted(losses)}"
+                return Finding("replicas", True, text, step=step + 1)
+        if len(norms := {str(seen.gradient_norm) for _, seen in reported}) > 1:
+            text = f"ranks disagree on the gradient norm of step {step + 1}: {', '.join(sorted(norms))}"
+            return Finding("replicas", True, text, step=step + 1)
     return Finding("replicas", False, f"{checked} tensors: every copy bitwise equal")
 
 
@@ -311,7 +322,7 @@ def _worst(oracle: str, found: Sequence[tuple[int, Deviation]], extra: str = "")
     else:
         seen = f"sees errors above {sees:.0e} of a tensor"
         text = f"worst {worst.sigmas:.2g} of {limit:g} sigma ({worst.scope}, {where}); {seen}"
-    return Finding(oracle, worst.score > 1, text, worst.sigmas, limit, f"sigma ({worst.scope})")
+    return Finding(oracle, worst.score > 1, text, worst.sigmas, limit, f"sigma ({worst.scope})", step + 1)
 
 
 def _sigmas(value: float) -> str:

@@ -49,7 +49,12 @@ def _group_size(args: Sequence[Any]) -> int | None:
     return None
 
 
-def run_rank(case: Case, device: torch.device, progress: Progress = lambda phase: None) -> RankObservation:
+def run_rank(
+    case: Case,
+    device: torch.device,
+    progress: Progress = lambda phase: None,
+    lifecycle: list[Lifecycle] | None = None,
+) -> RankObservation:
     """Build the case's path on this rank, train it, and return what was seen.
 
     The default process group must be up with `case.world_size` ranks. `progress` hears the name of each phase as it
@@ -58,7 +63,7 @@ def run_rank(case: Case, device: torch.device, progress: Progress = lambda phase
     Raises:
         Exception: whatever the framework raises; the caller tells refusals from crashes.
     """
-    lifecycle: list[Lifecycle] = []
+    lifecycle = [] if lifecycle is None else lifecycle
 
     def notice(event: str, embedding: Tensor, head: Tensor) -> None:
         lifecycle.append(Lifecycle(event, embedding is head, same_storage(embedding, head)))

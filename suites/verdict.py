@@ -15,6 +15,13 @@ from suites.reference import ReferenceCache
 # cannot tell (numerics: never call something a bug from one precision alone).
 DECISIVE = 10.0
 
+# Order in which flagged oracles explain a run, and how many of them are spelled out.
+EXPLAINS = (
+    "complete", "tie", "layout", "start", "logits", "loss", "gradient", "gradient_norm", "update", "replicas", "census",
+    "collectives",
+)  # fmt: skip
+SHOWN = 4
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -46,7 +53,7 @@ def judge(case: Case, ranks: Sequence[RankObservation], cache: ReferenceCache | 
     tightest = max(measured, key=lambda f: f.error / f.limit, default=None)  # type: ignore[operator]
     verdict = _verdict(case, evidence, flagged, numeric)
     if flagged:
-        text = "; ".join(f"{f.oracle}: {f.evidence}" for f in flagged)
+        text = _explain(flagged)
         if verdict == "inconclusive":
             text += f"; within {DECISIVE:g} times the limit, so one precision alone cannot tell"
             text += _second_opinion(case)
@@ -63,6 +70,14 @@ def judge(case: Case, ranks: Sequence[RankObservation], cache: ReferenceCache | 
         headroom=tightest.limit / tightest.error if tightest and tightest.error and tightest.limit else None,
         error_of=f"{tightest.oracle}, {tightest.unit}" if tightest else None,
     )
+
+
+def _explain(flagged: Sequence[Finding]) -> str:
+    """The findings that explain most, first: what holds for the whole run, then step by step; the rest by name."""
+    ordered = sorted(flagged, key=lambda f: (f.step, EXPLAINS.index(f.oracle)))
+    text = "; ".join(f"{f.oracle}: {f.evidence}" for f in ordered[:SHOWN])
+    rest = ", ".join(f.oracle for f in ordered[SHOWN:])
+    return f"{text}; also flagged by {rest}" if rest else text
 
 
 def _ask(oracle: Oracle, evidence: Evidence) -> Finding:
