@@ -1,8 +1,8 @@
 """The record log: schema of `events.jsonl`, its durable writer, and its strict, tear-tolerant reader.
 
-Write-ahead (rule 5 of the design): one `RunRow` before anything else, a `StartedRow` before each case and one `FinalRow`
-after it, an `EndRow` at the end; each row is one JSON line, flushed and fsynced before the run goes on. Whatever is
-killed, the rows that are there tell which cases finished, which one was lost and which were not run.
+Write-ahead (rule 5 of the design): one `RunRow` before anything else, a `StartedRow` before each case and one
+`FinalRow` after it, an `EndRow` at the end; each row is one JSON line, flushed and fsynced before the run goes on.
+Whatever is killed, the rows that are there tell which cases finished, which one was lost and which were not run.
 
 This module needs msgspec only: reports import it too.
 """
@@ -10,6 +10,7 @@ This module needs msgspec only: reports import it too.
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -100,10 +101,11 @@ class RunRow(Row, frozen=True, tag="run", tag_field="event"):
     plan: str
     cases: tuple[str, ...]
     target: str
-    budget_seconds: float
+    budget_seconds: float  # for everything, start-up of ranks included
     started_at: str
     tiebench: str  # version, and commit where known
     command: str
+    options: str = ""  # target, patch and fault as `tiebench run --case ID` needs them, shell-quoted
 
 
 class StartedRow(Row, frozen=True, tag="started", tag_field="event"):
@@ -250,7 +252,7 @@ def read_run(directory: Path) -> Run:
             rows.append(_decoder.decode(line))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             damage.append(f"{path.name} line {number}: {error}")
-    if not rows or not isinstance(rows[0], RunRow) or damage[:1] and damage[0].startswith(f"{path.name} line 1:"):
+    if not rows or not isinstance(rows[0], RunRow) or (damage and damage[0].startswith(f"{path.name} line 1:")):
         raise LogError(f"{path} does not start with a run row" + (f" ({damage[0]})" if damage else ""))
     plan = rows[0]
     if plan.schema != SCHEMA:
@@ -274,17 +276,19 @@ def read_run(directory: Path) -> Run:
 
 def _unfinished(case: str, started: StartedRow | None, plan: RunRow) -> Record:
     path, _, rest = case.partition(":")
-    common = {
-        "case": case,
-        "path": path,
-        "target": plan.target,
-        "factors": dict(part.split("=", 1) for part in rest.split(",") if "=" in part),
-        "rerun": f"tiebench run --case '{case}'",
-    }
+    record = Record(
+        case=case,
+        path=path,
+        target=plan.target,
+        status="not_run",
+        evidence="the run ended before this case began",
+        factors=dict(part.split("=", 1) for part in rest.split(",") if "=" in part),
+        rerun=f"tiebench run --case {shlex.quote(case)} {plan.options}".strip(),
+    )
     if started is None:
-        return Record(**common, status="not_run", evidence="the run ended before this case began")
-    return Record(
-        **common,
+        return record
+    return msgspec.structs.replace(
+        record,
         status="lost",
         attempt=started.attempt,
         started_at=started.started_at,

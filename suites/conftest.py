@@ -41,8 +41,7 @@ def training_session(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
     directory = Path(given) if given else tmp_path_factory.mktemp("run") / name
     plan = Plan(name, tuple(chosen), PLANS[name].budget_seconds, "pytest suites")
     installed = targets.install(target, print) if target else None
-    subject = Subject(directory=installed.directory, requirement=installed.requirement) if installed else Subject()
-    with interruptible(), Session(directory, plan, subject=subject) as session:
+    with interruptible(), Session(directory, plan, subject=Subject(build=installed)) as session:
         yield session
     write_report(directory)
 

@@ -1,0 +1,434 @@
+"""The command line. Light at the top: torch and the frameworks are imported by what needs them, when it needs them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ci import plans, records, schedule, supervisor
+from ci.display import Display, Printer
+from ci.ranks import Settings
+from ci.supervisor import FAILED, OK, USAGE, Interrupted, Patch, SetupError, Subject
+from suites import cases as table
+from suites.cases import Case, CaseError
+
+EXIT_CODES = (
+    "Exit codes: 0 all as expected; 1 something failed, is missing or was not run; 2 usage or set-up; "
+    "130 interrupted by Ctrl-C, 143 by SIGTERM (the report is written all the same)."
+)
+
+app = typer.Typer(
+    name="tiebench",
+    help=f"Benchmark and regression suite for tied and untied output heads in distributed training.\n\n{EXIT_CODES}",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Format(str, Enum):
+    """How `list` prints."""
+
+    table = "table"
+    json = "json"
+
+
+class FlatFormat(str, Enum):
+    """How `records` prints."""
+
+    csv = "csv"
+    json = "json"
+
+
+class Launcher(str, Enum):
+    """Who starts the ranks."""
+
+    spawn = "spawn"
+    torchrun = "torchrun"
+    external = "external"
+
+
+def fail(message: str) -> NoReturn:
+    """End with exit code 2 after one line."""
+    print(f"tiebench: {' '.join(message.split())}", file=sys.stderr)
+    raise typer.Exit(USAGE)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tiebench {supervisor.version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+# list
+
+
+@app.command("list")
+def list_command(
+    plan: Annotated[str, typer.Option(help="Plan whose cases to list.")] = "smoke",
+    explain: Annotated[
+        bool, typer.Option(help="Explain plans and factors instead: values, defaults, refusals.")
+    ] = False,
+    form: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
+) -> None:
+    """List a plan's cases, or explain what cases are made of."""
+    found = _explained() if explain else _listed(_plan(plan))
+    if form is Format.json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+    elif explain:
+        _print_explained(found)
+    else:
+        for case in found["cases"]:
+            print(case["id"])
+
+
+def _plan(name: str) -> plans.Plan:
+    if name not in plans.PLANS:
+        fail(f"unknown plan {name!r}; one of {', '.join(plans.PLANS)}")
+    return plans.PLANS[name]
+
+
+def _listed(plan: plans.Plan) -> dict[str, Any]:
+    return {
+        "plan": plan.name,
+        "meaning": plan.meaning,
+        "budget_seconds": plan.budget_seconds,
+        "cases": [
+            {"id": c.id, "path": c.path, "world_size": c.world_size, "factors": c.factors}
+            for c in schedule.order(plan.cases)
+        ],
+    }
+
+
+def _explained() -> dict[str, Any]:
+    return {
+        "plans": [
+            {
+                "name": plan.name,
+                "meaning": plan.meaning,
+                "budget_seconds": plan.budget_seconds,
+                "cases": len(plan.cases),
+                "cases_by_path": {path: sum(c.path == path for c in plan.cases) for path in table.PATHS},
+                "selections": [{"reason": s.reason, "cases": len(s.cases)} for s in plan.selections],
+            }
+            for plan in plans.PLANS.values()
+        ],
+        "factors": [
+            {
+                "name": f.name,
+                "values": list(f.values) if f.values is not None else None,
+                "domain": f.domain(),
+                "default": f.default,
+                "meaning": f.meaning,
+                "unsupported": {
+                    p: {f.spell(v): why for v, why in values.items()} for p, values in f.unsupported.items()
+                },
+            }
+            for f in table.FACTORS
+        ],
+        "rules": [{"paths": list(r.paths or table.PATHS), "reason": r.reason} for r in table.RULES],
+    }
+
+
+def _print_explained(found: dict[str, Any]) -> None:
+    console = Printer(highlight=False)
+    shown = Table(
+        "plan", "cases", "budget", "what it is", title="Plans", title_justify="left", box=None, pad_edge=False
+    )
+    for plan in found["plans"]:
+        shown.add_row(plan["name"], str(plan["cases"]), f"{plan['budget_seconds']:.0f} s", plan["meaning"])
+    console.print(shown)
+    shown = Table(
+        "factor", "values", "default", "meaning", title="\nFactors", title_justify="left", box=None, pad_edge=False
+    )
+    for factor in found["factors"]:
+        shown.add_row(factor["name"], factor["domain"], str(factor["default"]).lower(), factor["meaning"])
+    console.print(shown)
+    console.print("\nWhat is refused, and why", style="italic")
+    for factor in found["factors"]:
+        for path, values in factor["unsupported"].items():
+            for value, why in values.items():
+                console.print(f"{path} with {factor['name']}={value}: {why}", markup=False)
+    for rule in found["rules"]:
+        console.print(f"{', '.join(rule['paths'])}: {rule['reason']}", markup=False)
+    console.print("\nA case id is path:factor=value,… with what differs from the defaults, for example", style="italic")
+    console.print(Case("deepspeed", tie="tied", head="row", zero=2).id, markup=False)
+
+
+# run
+
+
+@app.command(epilog=EXIT_CODES)
+def run(  # noqa: PLR0917 - each is an option, given by name on the command line
+    plan: Annotated[str | None, typer.Option(help="Plan to run (smoke, unless --case is given).")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Run this case; may be given several times.")] = None,
+    path: Annotated[list[str] | None, typer.Option(help="Only cases of this path; may be given several times.")] = None,
+    k: Annotated[str | None, typer.Option("-k", help="Only cases whose id contains this text.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Build to test: a pip requirement, git URL or directory (default: as installed).")
+    ] = None,
+    patch: Annotated[
+        Path | None, typer.Option(help="Python file that every rank runs before a model is built.", dir_okay=False)
+    ] = None,
+    fault: Annotated[str | None, typer.Option(help="Bug to put into the hand-written path on purpose.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run directory; must be empty (default: runs/<time>-<plan>).")
+    ] = None,
+    launcher: Annotated[Launcher, typer.Option(help="Who starts the ranks.")] = Launcher.spawn,
+    host: Annotated[
+        str, typer.Option(help="Address that ranks connect to; for ranks on other machines.")
+    ] = "127.0.0.1",
+    device: Annotated[str, typer.Option(help="auto: CUDA and NCCL where there are enough GPUs; or cpu.")] = "auto",
+    case_limit: Annotated[float, typer.Option(min=0.1, help="Seconds that a case may take.")] = 60.0,
+    startup_limit: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a set of ranks may take to come up.")
+    ] = 300.0,
+    budget: Annotated[float | None, typer.Option(min=0.0, help="Seconds for everything (default: the plan's).")] = None,
+    shard: Annotated[str | None, typer.Option(help="I/N: only the I-th of N equal parts.")] = None,
+) -> None:
+    """Run cases and report on them."""
+    chosen = _choose(plan, case, path, k, shard)
+    name = plan or ("custom" if case else "smoke")
+    if shard:
+        name += f"-{shard.replace('/', 'of')}"
+    if device not in ("auto", "cpu"):
+        fail(f"--device {device}: one of auto, cpu")
+    try:
+        applied = Patch.read(patch) if patch else None
+    except SetupError as error:
+        fail(str(error))
+    if fault:
+        _check_fault(fault, chosen)
+    directory = out or _default_out(name)
+    _check_out(directory)
+    console = Printer(highlight=False)
+    display = Display(len(chosen))
+    subject = Subject(patch=applied, fault=fault)
+    if target:
+        subject = _install(target, subject, display)
+    settings = Settings(
+        launcher=launcher.value,
+        host=host,
+        device=device,
+        case_limit=case_limit,
+        startup_limit=startup_limit,
+        say=display.say,
+    )
+    if budget is None and not case:
+        budget = plans.PLANS[plan or "smoke"].budget_seconds
+    code = _run(chosen, directory, name=name, budget=budget, subject=subject, settings=settings, display=display)
+    raise typer.Exit(_report(directory, console, code))
+
+
+def _run(
+    chosen: Sequence[Case],
+    directory: Path,
+    *,
+    name: str,
+    budget: float | None,
+    subject: Subject,
+    settings: Settings,
+    display: Display,
+) -> int:
+    """Run the cases; exit code. A run that had to stop still gets its report, after the line that says why."""
+    display.say(f"{len(chosen)} cases, results in {directory}")
+    try:
+        with supervisor.interruptible(), display:
+            done = supervisor.run(
+                chosen,
+                directory,
+                plan=name,
+                budget=budget,
+                subject=subject,
+                settings=settings,
+                command=shlex.join(["tiebench", *sys.argv[1:]]),
+                on_record=display.on_record,
+                on_start=display.on_start,
+            )
+    except (SetupError, records.LogError) as error:
+        print(f"tiebench: {' '.join(str(error).split())}", file=sys.stderr)
+        return USAGE
+    return done.end.exit_code if done.end else FAILED
+
+
+def _report(directory: Path, console: Printer, code: int) -> int:
+    """Write and print the report; the exit code, which a report that cannot be written makes 2."""
+    from reports.terminal import print_report  # noqa: PLC0415
+    from reports.write import write_report  # noqa: PLC0415
+
+    try:
+        summary = write_report(directory)
+        print_report(summary, console)
+        console.print(f"Report: {directory / 'report.md'}, {directory / 'report.html'}", markup=False, soft_wrap=True)
+    except records.LogError as error:
+        if code != USAGE:
+            print(f"tiebench: {error}", file=sys.stderr)
+        return USAGE
+    return code or summary.exit_code
+
+
+def _choose(
+    plan: str | None, ids: Sequence[str] | None, paths: Sequence[str] | None, text: str | None, part: str | None
+) -> list[Case]:
+    """Cases that the options select, in the order in which they run."""
+    if plan and ids:
+        fail("--plan and --case exclude each other")
+    try:
+        chosen = [Case.parse(i) for i in ids] if ids else list(_plan(plan or "smoke").cases)
+    except CaseError as error:
+        fail(str(error))
+    for name in paths or ():
+        if name not in table.PATHS:
+            fail(f"unknown path {name!r}; one of {', '.join(table.PATHS)}")
+    chosen = [c for c in dict.fromkeys(chosen) if (not paths or c.path in paths) and (not text or text in c.id)]
+    if part:
+        found = re.fullmatch(r"(\d+)/(\d+)", part)
+        if not found:
+            fail(f"--shard {part}: write it as I/N, for example 1/4")
+        try:
+            chosen = schedule.shard(chosen, int(found[1]), int(found[2]))
+        except ValueError as error:
+            fail(f"--{error}")
+    if not chosen:
+        fail("no case is left to run: the options --path, -k and --shard exclude all of them")
+    return schedule.order(chosen)
+
+
+def _check_fault(name: str, chosen: Sequence[Case]) -> None:
+    from suites import faults  # noqa: PLC0415
+
+    if name not in faults.FAULTS:
+        fail(f"unknown fault {name!r}; one of {', '.join(sorted(faults.FAULTS))}")
+    if any(c.path != "handwritten" for c in chosen):
+        fail(f"--fault {name} is for path handwritten only: add --path handwritten")
+
+
+def _default_out(name: str) -> Path:
+    stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+    for number in range(1, 100):
+        directory = Path("runs") / (f"{stamp}-{name}" + (f"-{number}" if number > 1 else ""))
+        if not directory.exists():
+            return directory
+    fail(f"runs/{stamp}-{name} is taken: give --out")
+
+
+def _check_out(directory: Path) -> None:
+    """Refuse a directory that is in use before anything is installed; the record log checks again."""
+    try:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            what = "already holds a run" if (directory / records.EVENTS).is_file() else "is not an empty directory"
+            fail(f"--out {directory} {what}: choose another one")
+    except OSError as error:
+        fail(f"--out {directory}: {error.strerror or error}")
+
+
+def _install(requirement: str, subject: Subject, display: Display) -> Subject:
+    from dataclasses import replace  # noqa: PLC0415
+
+    from ci import targets  # noqa: PLC0415
+
+    try:
+        built = targets.install(requirement, display.say)
+    except targets.TargetError as error:
+        fail(str(error))
+    for line in built.unmet:
+        display.say(f"note: {built.label} asks for {line}")
+    return replace(subject, build=built)
+
+
+# report, records, compare, doctor
+
+Directory = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
+
+
+@app.command(epilog=EXIT_CODES)
+def report(directory: Directory) -> None:
+    """Print a run's report and write it as report.md and report.html; also of a run that was killed."""
+    raise typer.Exit(_report(directory, Printer(highlight=False), OK))
+
+
+@app.command("records")
+def records_command(
+    directory: Directory,
+    form: Annotated[FlatFormat, typer.Option("--format", help="How to print.")] = FlatFormat.csv,
+) -> None:
+    """Print one flat row a case."""
+    from reports.records import flat  # noqa: PLC0415
+
+    try:
+        sys.stdout.write(flat(directory, form.value))
+    except records.LogError as error:
+        fail(str(error))
+
+
+@app.command(epilog=EXIT_CODES)
+def compare(
+    base: Annotated[Path, typer.Argument(help="Run directory to compare with.", show_default=False)],
+    head: Annotated[Path, typer.Argument(help="Run directory of the change.", show_default=False)],
+    output: Annotated[Path | None, typer.Option(help="Write the Markdown here instead of printing it.")] = None,
+) -> None:
+    """Compare two runs: the Markdown of a pull-request report; exit code 1 when the change must not go in."""
+    from reports import compare as comparing  # noqa: PLC0415
+
+    try:
+        result = comparing.compare(base, head)
+        if output:
+            records.write_whole(output, result.markdown.encode())
+        else:
+            print(result.markdown)
+    except records.LogError as error:
+        fail(str(error))
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine can run, what is missing and how to get it; exit code 2 when no case can run."""
+    from ci import doctor as examine  # noqa: PLC0415
+
+    console = Printer(highlight=False)
+    shown = Table("", "state", "meaning", "how to get it", box=None, pad_edge=False)
+    found = examine.checks()
+    for check in found:
+        style = {"ok": "green", "limited": "yellow", "missing": "red"}[check.state]
+        row = (escape(check.name), f"[{style}]{check.state}[/]", escape(check.meaning), escape(check.remedy))
+        shown.add_row(*row)
+    console.print(shown)
+    raise typer.Exit(USAGE if any(check.state == "missing" for check in found) else OK)
+
+
+def main() -> None:
+    """Entry point of the console script: no traceback for anything that the user can put right."""
+    try:
+        app()
+    except (KeyboardInterrupt, Interrupted):
+        print("tiebench: interrupted", file=sys.stderr)
+        sys.exit(supervisor.INTERRUPTED)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone: nothing to say to it
+        sys.exit(FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Plans: named selections of cases over the factor table, each with a time budget, each holding the one before.
+
+To add cases: one more line in a plan's selections. To add a plan: one more row in `PLANS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from suites.cases import Case, product
+
+BOTH = ("handwritten", "deepspeed")
+TIES = ("tied", "untied")
+HEADS = ("vocab", "row", "gathered")
+SHARDED = ("vocab", "row")  # a tied gathered head stays replicated in DeepSpeed: it says nothing about sharding
+EVEN = {"hidden": 32, "vocab": 64}
+UNEVEN = {"hidden": 35, "vocab": 67}  # no dimension divides by 2 or 4
+SIZES = (EVEN, UNEVEN)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Cases picked for one reason."""
+
+    reason: str
+    cases: tuple[Case, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A named selection of cases.
+
+    Args:
+        budget_seconds: for the whole plan, start-up of ranks included, on two cores.
+        selections: own cases; those of `base` come first.
+    """
+
+    name: str
+    meaning: str
+    budget_seconds: float
+    selections: tuple[Selection, ...]
+    base: Plan | None = None
+
+    def all_selections(self) -> Iterator[Selection]:
+        """Selections of the base plans, then this plan's own."""
+        if self.base:
+            yield from self.base.all_selections()
+        yield from self.selections
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """All cases without doubles, in a stable order."""
+        return tuple(dict.fromkeys(case for selection in self.all_selections() for case in selection.cases))
+
+
+def _select(
+    reason: str, path: str | tuple[str, ...], *, sizes: tuple[dict[str, int], ...] = (EVEN,), **values: object
+) -> Selection:
+    """Every supported case of a product, for each size of the model."""
+    cases = [case for size in sizes for case in product(path, **{**size, **values})]
+    return Selection(reason, tuple(cases))
+
+
+SMOKE = Plan(
+    name="smoke",
+    meaning="the heads that break first, on both paths, and one case for every other factor",
+    budget_seconds=300,
+    selections=(
+        _select(
+            "tied and untied sharded heads, without ZeRO and with sharded gradients, even and uneven shards",
+            BOTH,
+            sizes=SIZES,
+            tie=TIES,
+            head=SHARDED,
+            zero=(0, 2),
+        ),
+        _select("gathered head", BOTH, sizes=(UNEVEN,), tie="untied", head="gathered"),
+        _select(
+            "tensor and data parallelism together, gradients accumulated and clipped",
+            BOTH,
+            sizes=(UNEVEN,),
+            tie="tied",
+            head="row",
+            zero=2,
+            dp=2,
+            accumulate=2,
+            clip=0.5,
+        ),
+        _select("padding row", BOTH, tie="tied", head="vocab", padding_idx=3),
+        _select("head registered before the embedding", "deepspeed", tie="tied", head="row", register="head_first"),
+        _select(
+            "decoupled weight decay, which a doubled update shows",
+            BOTH,
+            tie="tied",
+            head="vocab",
+            zero=1,
+            optimizer="adamw",
+        ),
+        _select(
+            "double precision: no rounding to hide in",
+            "handwritten",
+            sizes=(UNEVEN,),
+            tie=TIES,
+            head="row",
+            dtype="float64",
+        ),
+        _select(
+            "embedding named in the configuration before the head",
+            "deepspeed",
+            tie="tied",
+            head="row",
+            embedding_spec="before_head",
+        ),
+        _select("sharded parameters", "deepspeed", sizes=(UNEVEN,), tie="tied", head=SHARDED, zero=3),
+        _select("transposed activation into the head", "deepspeed", tie="tied", head="row", activation="transposed"),
+        _select("head with a bias", "deepspeed", tie="tied", head="vocab", head_bias="yes"),
+    ),
+)
+
+PR = Plan(
+    name="pr",
+    meaning="smoke, and every stage and factor by itself: for a pull request",
+    budget_seconds=900,
+    base=SMOKE,
+    selections=(
+        _select("every ZeRO stage", BOTH, sizes=SIZES, tie=TIES, head=SHARDED, zero=(0, 1, 2, 3)),
+        _select("gathered heads", BOTH, sizes=SIZES, tie=TIES, head="gathered", zero=(0, 2)),
+        _select("order of registration", BOTH, tie="tied", head=SHARDED, register="head_first", zero=(0, 2)),
+        _select(
+            "when the tie is made",
+            BOTH,
+            sizes=(UNEVEN,),
+            tie="tied",
+            head=SHARDED,
+            tie_when=("after_load", "meta", "after_shard"),
+        ),
+        _select(
+            "configuration names the embedding",
+            BOTH,
+            tie=TIES,
+            head=SHARDED,
+            embedding_spec=("before_head", "after_head"),
+        ),
+        _select("optimizers", BOTH, sizes=(UNEVEN,), tie="tied", head=SHARDED, optimizer=("momentum", "adam", "adamw")),
+        _select("clipping and accumulation", BOTH, sizes=(UNEVEN,), tie=TIES, head=SHARDED, clip=0.5, accumulate=2),
+        _select("embedding scale", BOTH, tie="tied", head=SHARDED, embedding_scale=6.0),
+        _select("padding row at a shard's edge", BOTH, tie=TIES, head=SHARDED, padding_idx=(0, 32)),
+        _select("bias", BOTH, sizes=(UNEVEN,), tie=TIES, head=SHARDED, head_bias="yes"),
+        _select("frozen parts", BOTH, tie="tied", head=SHARDED, frozen=("body", "embedding")),
+        _select("layout of the activation", BOTH, sizes=(UNEVEN,), tie=TIES, head=SHARDED, activation="transposed"),
+    ),
+)
+
+NIGHTLY = Plan(
+    name="nightly",
+    meaning="pr, and meshes of four ranks, with the factors crossed with ZeRO",
+    budget_seconds=1800,
+    base=PR,
+    selections=(
+        _select("two by two ranks", BOTH, sizes=SIZES, tie=TIES, head=SHARDED, zero=(0, 1, 2, 3), dp=2),
+        _select("four tensor-parallel ranks", BOTH, sizes=SIZES, tie=TIES, head=SHARDED, zero=(0, 2), tp=4),
+        _select(
+            "two by two ranks, clipped and accumulated",
+            BOTH,
+            sizes=(UNEVEN,),
+            tie=TIES,
+            head=SHARDED,
+            zero=(0, 1, 2, 3),
+            dp=2,
+            clip=0.5,
+            accumulate=2,
+        ),
+        _select(
+            "optimizers over ZeRO",
+            BOTH,
+            sizes=(UNEVEN,),
+            tie=TIES,
+            head=SHARDED,
+            zero=(0, 1, 2, 3),
+            optimizer=("momentum", "adam", "adamw"),
+        ),
+        _select(
+            "time of the tie over ZeRO",
+            BOTH,
+            tie="tied",
+            head=SHARDED,
+            zero=(1, 2, 3),
+            tie_when=("after_load", "meta", "after_shard"),
+        ),
+        _select("frozen parts over ZeRO", BOTH, tie="tied", head=SHARDED, zero=(1, 2, 3), frozen=("body", "embedding")),
+        _select("double precision", "handwritten", sizes=SIZES, tie=TIES, head=HEADS, zero=(0, 1, 2), dtype="float64"),
+    ),
+)
+
+FULL = Plan(
+    name="full",
+    meaning="nightly, and the factors crossed with one another, on more seeds",
+    budget_seconds=3 * 3600,
+    base=NIGHTLY,
+    selections=(
+        _select(
+            "meshes, clipping, accumulation and Adam",
+            BOTH,
+            sizes=SIZES,
+            tie=TIES,
+            head=HEADS,
+            zero=(0, 1, 2, 3),
+            dp=(1, 2),
+            clip=(0.0, 0.5),
+            accumulate=(1, 2),
+            optimizer=("sgd", "adam"),
+        ),
+        _select(
+            "registration, layout and specs crossed",
+            BOTH,
+            sizes=(UNEVEN,),
+            tie=TIES,
+            head=SHARDED,
+            zero=(0, 2),
+            register=("embedding_first", "head_first"),
+            activation=("contiguous", "transposed"),
+            embedding_spec=("none", "before_head", "after_head"),
+            head_bias=("no", "yes"),
+        ),
+        _select(
+            "scale and padding crossed",
+            BOTH,
+            sizes=(UNEVEN,),
+            tie=TIES,
+            head=SHARDED,
+            zero=(0, 2),
+            embedding_scale=(1.0, 6.0),
+            padding_idx=(None, 0, 34),
+        ),
+        _select("more seeds", BOTH, sizes=SIZES, tie=TIES, head=SHARDED, zero=(0, 1, 2, 3), seed=(1, 2, 3)),
+        _select("deeper and longer", BOTH, tie=TIES, head=SHARDED, zero=(0, 2), layers=4, sequence=32, steps=6),
+    ),
+)
+
+PLANS: dict[str, Plan] = {plan.name: plan for plan in (SMOKE, PR, NIGHTLY, FULL)}

@@ -1,0 +1,652 @@
+"""The run loop: cases in, records out, whatever happens to the ranks in between.
+
+`Session` runs one case after the other and keeps the record log; `run` is a session over a list of cases with a budget,
+an end row for every way to end, and the same exit codes as the command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import importlib.metadata
+import json
+import re
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from ci import channel as ch
+from ci import records, schedule
+from ci.ranks import Outcome, RankSet, Settings, is_secondary
+from ci.records import EndRow, FinalRow, LogError, Record, RecordLog, Run, RunRow, StartedRow
+from suites.cases import Case
+
+if TYPE_CHECKING:
+    from ci.targets import Target
+    from suites.reference import ReferenceCache
+
+OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+KEEP_RANKS = 8  # idle ranks that may stay alive beside the set in use, in all
+KEEP_OBSERVATIONS = 512 * 2**20  # bytes of observations of flagged cases to keep in a run directory
+EVIDENCE_LIMIT = 900
+PACKAGE = {"handwritten": "torch"}  # path -> the package that is under test; else it is called like the path
+
+OnRecord = Callable[[Record], None]
+
+
+class SetupError(Exception):
+    """Something that is not the tested framework's doing stops the run; one line for people (exit code 2)."""
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM; a BaseException so that no handler of a case's errors takes it for one."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A user's patch file, read once so that all ranks run the same bytes.
+
+    Raises:
+        SetupError: (from `read`) the file cannot be read or is no Python.
+    """
+
+    path: Path
+    source: str
+
+    @classmethod
+    def read(cls, path: Path) -> Patch:
+        """Read and compile (without running) a patch file."""
+        try:
+            source = path.read_text(encoding="utf-8")
+            compile(source, str(path), "exec")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SetupError(f"--patch {path}: {getattr(error, 'strerror', None) or error}") from None
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", None)
+            raise SetupError(
+                f"--patch {path}{f' line {line}' if line else ''}: {type(error).__name__}: {error}"
+            ) from None
+        return cls(path, source)
+
+    @property
+    def name(self) -> str:
+        """File name and sha256, as records have it."""
+        return f"{self.path.name} sha256:{hashlib.sha256(self.source.encode()).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is under test: a build of a framework, perhaps with a patch or a fault.
+
+    Args:
+        build: a build that `ci.targets` installed aside; None for what is installed here.
+    """
+
+    build: Target | None = None
+    patch: Patch | None = None
+    fault: str | None = None
+
+    def target(self, path: str) -> str:
+        """The build that a path's cases test."""
+        package = PACKAGE.get(path, path)
+        if self.build and self.build.distribution == package:
+            return self.build.label
+        try:
+            return f"{package}=={importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            return f"{package} (not installed)"
+
+    def rerun(self, case: str) -> str:
+        """Command that runs one case again alone."""
+        return shlex.join(["tiebench", "run", "--case", case, *self.options])
+
+    @property
+    def options(self) -> list[str]:
+        """Options of `tiebench run` that make this subject."""
+        words = ["--target", self.build.requirement] if self.build else []
+        words += ["--patch", str(self.patch.path)] if self.patch else []
+        return words + (["--fault", self.fault] if self.fault else [])
+
+
+INSTALLED = Subject()
+DEFAULTS = Settings()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is to do, for its first row.
+
+    Args:
+        budget: seconds for everything, start-up of ranks included; None: what the limits of its cases add up to.
+    """
+
+    name: str
+    cases: tuple[Case, ...]
+    budget: float | None = None
+    command: str = ""
+
+    def seconds(self, settings: Settings) -> float:
+        """The budget as a number."""
+        if self.budget is not None:
+            return self.budget
+        return settings.startup_limit + max(1, len(self.cases)) * (settings.startup_limit + settings.case_limit)
+
+
+class Session:
+    """Runs cases one by one, each to a record on disk. A context manager: its end stops ranks and closes the log.
+
+    Args:
+        directory: run directory; made, must be empty.
+        plan: what is to be run; cases outside of it may be run too.
+        on_record: called with every record once it is on disk.
+
+    Raises:
+        LogError: the directory cannot be used (nothing was started then).
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        plan: Plan,
+        subject: Subject = INSTALLED,
+        settings: Settings = DEFAULTS,
+        on_record: OnRecord | None = None,
+    ):
+        self.directory, self.plan, self.subject = Path(directory), plan, subject
+        patch = (subject.patch.source, str(subject.patch.path)) if subject.patch else None
+        self.settings = replace(settings, target=subject.build.directory if subject.build else None, patch=patch)
+        self.on_record = on_record
+        self.budget = plan.seconds(self.settings)
+        self.begin = time.monotonic()
+        self.forecast = schedule.Forecast()
+        self.sets: dict[int, RankSet] = {}
+        self.fingerprint: str | None = None
+        self.records: list[Record] = []
+        self._count = 0
+        self._started_sets = 0
+        self._closed = False
+        self._references: ReferenceCache | None = None
+        self._attempts: dict[str, int] = {}
+        paths = dict.fromkeys(case.path for case in plan.cases)
+        framework = next((p for p in paths if p not in PACKAGE), next(iter(paths), "deepspeed"))
+        self._log = RecordLog(
+            self.directory,
+            RunRow(
+                schema=records.SCHEMA,
+                run_id=self.directory.resolve().name,
+                plan=plan.name,
+                cases=tuple(case.id for case in plan.cases),
+                target=subject.build.label if subject.build else subject.target(framework),
+                budget_seconds=self.budget,
+                started_at=now(),
+                tiebench=version(),
+                command=plan.command,
+                options=shlex.join(subject.options),
+            ),
+        )
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            bad = [r for r in self.records if not records.expected(r)]
+            self.close("complete", FAILED if bad or not self.records else OK)
+        elif isinstance(error, (SetupError, LogError)):
+            self.close("error", USAGE, str(error))
+        elif isinstance(error, (Interrupted, KeyboardInterrupt)):
+            number = error.number if isinstance(error, Interrupted) else signal.SIGINT
+            self.close("interrupted", 128 + number, signal.Signals(number).name)
+        else:
+            self.close("error", FAILED, f"{kind.__name__}: {error}"[:EVIDENCE_LIMIT])
+
+    @property
+    def left(self) -> float:
+        """Seconds left of the plan's budget."""
+        return self.begin + self.budget - time.monotonic()
+
+    def needs_start(self, case: Case) -> bool:
+        """Whether a set of ranks has to be started for this case."""
+        return case.world_size not in self.sets
+
+    def run(self, case: Case) -> Record:
+        """Run one case to its record.
+
+        Raises:
+            SetupError: the run cannot go on (patch, disk); LogError: a row cannot be written.
+        """
+        self._count += 1
+        attempt = self._attempts[case.id] = self._attempts.get(case.id, 0) + 1
+        base = self._base(case, attempt)
+        self._log.append(StartedRow(case=case.id, attempt=attempt, started_at=str(base["started_at"])))
+        observations = self.directory / "observations" / f"{self._count:04d}"
+        begin = time.monotonic()
+        try:
+            result = self._attempt(case, observations)
+        except (SetupError, LogError) as error:
+            self._kill_all()
+            with contextlib.suppress(LogError):
+                self._final(Record(**base, status="lost", evidence=f"the run was stopped: {error}"))
+            raise
+        except (Interrupted, KeyboardInterrupt):
+            phases = self._places(case)
+            self._kill_all()
+            seconds = time.monotonic() - begin
+            text = f"interrupted after {seconds:.1f} s; {phases}"
+            self._final(Record(**base, status="lost", evidence=text, wall_seconds=seconds))
+            raise
+        except Exception as error:  # noqa: BLE001 - a fault of this program must cost one case, not the run
+            self._kill_all()
+            evidence = f"tiebench itself failed: {type(error).__name__}: {error}"[:EVIDENCE_LIMIT]
+            result = {
+                "status": "finished",
+                "verdict": "crash",
+                "evidence": evidence,
+                "stacks": traceback.format_exc()[-12000:],
+            }
+        base["environment"] = self.fingerprint
+        result.setdefault("wall_seconds", time.monotonic() - begin - result.get("startup_seconds", 0.0))
+        record = Record(**{**base, **result})
+        self.forecast.add(case, record.wall_seconds or 0.0, record.startup_seconds or 0.0)
+        self._tidy(observations, record)
+        self._final(record)
+        return record
+
+    def skip(self, case: Case, status: Literal["not_run", "skipped"], reason: str) -> Record:
+        """Write the record of a case that is not run, and why."""
+        base = self._base(case, self._attempts.get(case.id, 0) + 1)
+        return self._final(
+            Record(**{**base, "started_at": None, "budget_seconds": None}, status=status, evidence=reason)
+        )
+
+    def fresh(self) -> None:
+        """Stop all ranks: the next case starts a new set."""
+        for ranks in self.sets.values():
+            ranks.stop()
+        self.sets.clear()
+
+    def close(
+        self, reason: Literal["complete", "budget", "interrupted", "error"], exit_code: int, message: str = ""
+    ) -> None:
+        """Stop the ranks, write the end row, close the log. Only the first call counts."""
+        if self._closed:
+            return
+        self._closed = True
+        if reason in ("complete", "budget"):
+            self.fresh()
+        self._kill_all()
+        with contextlib.suppress(LogError):  # a full disk: the rows that are there tell the rest
+            self._log.append(EndRow(ended_at=now(), reason=reason, exit_code=exit_code, message=message))
+        self._log.close()
+
+    # One case
+
+    def _base(self, case: Case, attempt: int) -> dict[str, Any]:
+        return {
+            "case": case.id,
+            "path": case.path,
+            "target": self.subject.target(case.path),
+            "factors": case.factors,
+            "attempt": attempt,
+            "started_at": now(),
+            "budget_seconds": self.settings.case_limit,
+            "fault": self.subject.fault,
+            "patch": self.subject.patch.name if self.subject.patch else None,
+            "rerun": self.subject.rerun(case.id),
+        }
+
+    def _attempt(self, case: Case, observations: Path) -> dict[str, Any]:
+        """Fields of the record that the run of a case fills."""
+        begin = time.monotonic()
+        limit = min(self.settings.startup_limit, self.left)
+        outcome = self._ready(case, limit)
+        startup = time.monotonic() - begin if outcome is not None else 0.0
+        common = {"startup_seconds": round(startup, 3)}
+        if outcome is not None and not outcome.good:
+            self._drop(case.world_size)
+            what = f"the ranks did not come up within {limit:.0f} s"
+            return common | {"wall_seconds": 0.0} | self._bad(outcome, what, cut=limit < self.settings.startup_limit)
+        ranks = self.sets[case.world_size]
+        try:
+            observations.mkdir(parents=True)
+        except OSError as error:
+            raise SetupError(f"cannot write to {self.directory}: {error.strerror}") from None
+        limit = min(self.settings.case_limit, self.left)
+        outcome = ranks.run(case.id, observations, self.subject.fault, limit)
+        common["budget_seconds"] = limit
+        if not outcome.good:
+            self._drop(case.world_size)
+            what = f"no result within {limit:.0f} s"
+            return common | self._bad(outcome, what, cut=limit < self.settings.case_limit)
+        return common | self._judged(case, observations)
+
+    def _ready(self, case: Case, limit: float) -> Outcome | None:
+        """A set of ranks for the case, with its framework imported. Returns None when it was there already."""
+        begin = time.monotonic()
+        outcome = None
+        ranks = self.sets.get(case.world_size)
+        if ranks is None:
+            self._make_room(case.world_size)
+            self._started_sets += 1
+            ranks = RankSet(f"set{self._started_sets}", case.world_size, self.settings, self.directory)
+            self.sets[case.world_size] = ranks
+            ranks.launch()
+            from suites import verdict  # noqa: F401, PLC0415 - imports torch, while the ranks do so too
+
+            outcome = ranks.start(begin + limit - time.monotonic())
+            self._check_patch(outcome)
+            if not outcome.good:
+                return outcome
+        if case.path not in ranks.loaded:
+            outcome = ranks.load(case.path, begin + limit - time.monotonic())
+            if not outcome.good:
+                return outcome
+        if self.fingerprint is None:
+            collected = ranks.collect(begin + limit - time.monotonic())
+            if not (collected.good or all(n in collected.failures or n in collected.values for n in collected.phases)):
+                return collected
+            self._save_environment(collected)
+        return outcome
+
+    def _check_patch(self, outcome: Outcome) -> None:
+        for failed in outcome.failures.values():
+            if failed.phase == "patch" and self.subject.patch:
+                line = _patch_line(failed.traceback, str(self.subject.patch.path))
+                where = f"{self.subject.patch.path}{f' line {line}' if line else ''}"
+                raise SetupError(f"--patch {where}: {failed.type}: {_first_line(failed.message)}")
+
+    def _save_environment(self, collected: Outcome) -> None:
+        """Write what rank 0 found; when it could not, write why: no reason to lose a run, but no reason to hide it."""
+        value = collected.values.get(0)
+        if isinstance(value, dict):
+            self.fingerprint, found = str(value["fingerprint"]), value["environment"]
+        else:
+            failed = collected.failures[0]
+            self.fingerprint, found = "unknown", {"error": f"{failed.type}: {_first_line(failed.message)}"}
+        data = json.dumps(found, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+        records.write_whole(self.directory / records.ENVIRONMENT, data)
+
+    def _judged(self, case: Case, observations: Path) -> dict[str, Any]:
+        """Judge the observations of a case that every rank finished."""
+        from suites import verdict  # noqa: PLC0415
+        from suites.observe import RankObservation  # noqa: PLC0415
+        from suites.reference import ReferenceCache  # noqa: PLC0415
+
+        begin = time.monotonic()
+        seen = [RankObservation.load(observations / f"rank{r}.pt") for r in range(case.world_size)]
+        if self._references is None:
+            self._references = ReferenceCache()
+        with _one_thread():  # the same sums on every machine, and no threads that wait for busy cores
+            judged = verdict.judge(case, seen, self._references)
+        seconds = [max(steps) for steps in zip(*([s.seconds for s in r.steps] for r in seen), strict=True)]
+        median = statistics.median(seconds[1:])
+        return {
+            "status": "finished",
+            "verdict": judged.verdict,
+            "oracle": ", ".join(dict.fromkeys(f.oracle for f in judged.findings if f.flagged)) or None,
+            "evidence": judged.evidence,
+            "findings": tuple(
+                records.Finding(
+                    oracle=f.oracle, flagged=f.flagged, evidence=f.evidence, error=f.error, limit=f.limit, unit=f.unit
+                )
+                for f in judged.findings
+            ),
+            "error": judged.error,
+            "limit": judged.limit,
+            "headroom": judged.headroom,
+            "error_of": judged.error_of,
+            "seconds_per_step": median,
+            "step_seconds": tuple(seconds),
+            "tokens_per_second": case.tokens_per_step / median,
+            "peak_memory_bytes": max(r.peak_memory_bytes for r in seen),
+            "judge_seconds": time.monotonic() - begin,
+        }
+
+    def _bad(self, outcome: Outcome, what: str, *, cut: bool) -> dict[str, Any]:
+        """Verdict over ranks that did not all do what they were told; `cut`: the limit was the rest of the budget."""
+        found: dict[str, Any] = {"status": "finished", "stacks": outcome.stacks or None}
+        primary = outcome.primary
+        if outcome.timed_out:
+            found["status"] = "timeout"
+            if cut:
+                text = f"the run's budget ended first ({what}); {outcome.places()}"
+                return found | {"verdict": "inconclusive", "evidence": text}
+            return found | {"verdict": "hang", "evidence": f"{what}; {outcome.places()}"}
+        for rank, failed in outcome.failures.items():
+            if failed.phase == "save" or _disk_full(failed):
+                raise SetupError(f"rank {rank} cannot write to {self.directory}: {_first_line(failed.message)}")
+        if outcome.refused and primary:
+            _, failed = primary
+            return found | {
+                "verdict": "refused",
+                "evidence": f"{failed.type}: {_paragraph(failed.message)} ({failed.where})",
+            }
+        return found | {"verdict": "crash", "evidence": _cause(outcome)}
+
+    def _places(self, case: Case) -> str:
+        ranks = self.sets.get(case.world_size)
+        return "; ".join(f"rank {r.number} {r.place}" for r in ranks.ranks) if ranks else "no ranks were up"
+
+    # House-keeping
+
+    def _make_room(self, coming: int) -> None:
+        """Stop idle sets of other sizes where they would be too many, or where they hold memory of a GPU."""
+        for size, ranks in list(self.sets.items()):
+            if ranks.device.startswith("cuda") or sum(self.sets) + coming > KEEP_RANKS:
+                ranks.stop()
+                del self.sets[size]
+
+    def _drop(self, size: int) -> None:
+        ranks = self.sets.pop(size, None)
+        if ranks:
+            ranks.kill()
+
+    def _kill_all(self) -> None:
+        for size in list(self.sets):
+            self._drop(size)
+
+    def _tidy(self, observations: Path, record: Record) -> None:
+        """Keep the observations of cases that are not green, while there is room for them."""
+        parent = observations.parent
+        with contextlib.suppress(OSError):
+            too_much = sum(f.stat().st_size for f in parent.rglob("*.pt")) > KEEP_OBSERVATIONS
+            if records.expected(record) or too_much or not any(observations.iterdir()):
+                shutil.rmtree(observations)
+
+    def _final(self, record: Record) -> Record:
+        self._log.append(FinalRow(record=record))
+        self.records.append(record)
+        if self.on_record:
+            self.on_record(record)
+        return record
+
+
+def run(
+    cases: Sequence[Case],
+    out: Path,
+    *,
+    plan: str = "custom",
+    budget: float | None = None,
+    subject: Subject = INSTALLED,
+    settings: Settings = DEFAULTS,
+    command: str = "",
+    on_record: OnRecord | None = None,
+    on_start: Callable[[Case, int, float | None], None] | None = None,
+) -> Run:
+    """Run cases within a budget and read the result back.
+
+    Every case gets a record; the end row has the exit code. SIGINT and SIGTERM, where `interruptible` turns them into
+    `Interrupted`, end the run in good order.
+
+    Args:
+        budget: seconds for everything, start-up of ranks included; None: the sum of all limits.
+        on_record: hears of every record once it is on disk.
+        on_start: hears of every case before it starts: the case, its number from 1, and about how many seconds all
+            cases after it will take (None while nothing was measured).
+
+    Raises:
+        LogError: the directory cannot be used.
+        SetupError: the run had to stop; the rows so far are on disk.
+    """
+    ordered = schedule.order(cases)
+    session = Session(
+        out, Plan(plan, tuple(ordered), budget, command), subject=subject, settings=settings, on_record=on_record
+    )
+    todo = list(ordered)
+    code = FAILED
+    try:
+        with contextlib.suppress(Interrupted, KeyboardInterrupt), session:
+            short = _loop(session, todo, on_start)
+            bad = short or not session.records or not all(map(records.expected, session.records))
+            code = FAILED if bad else OK
+            session.close("budget" if short else "complete", code)
+    finally:
+        session.close("error", FAILED)
+    return records.read_run(out)
+
+
+def _loop(session: Session, todo: list[Case], on_start: Callable[[Case, int, float | None], None] | None) -> bool:
+    """Run what is to do, in order; True when the budget was too short. `todo` shrinks as cases get their records."""
+    total = len(todo)
+    try:
+        while todo:
+            case = todo[0]
+            needed = session.forecast.case(case, starts=session.needs_start(case))
+            if needed > session.left:
+                reason = (
+                    f"budget of {session.budget:.0f} s: {max(session.left, 0):.1f} s left, "
+                    f"this case needs about {needed:.1f} s"
+                )
+                _skip_all(session, todo, reason)
+                return True
+            if on_start:
+                up = {*session.sets, case.world_size}
+                rest = session.forecast.all(todo[1:], up) if session.forecast.cases else None
+                on_start(case, total - len(todo) + 1, rest)
+            todo.pop(0)
+            session.run(case)
+    except (Interrupted, KeyboardInterrupt):
+        _skip_all(session, todo, "interrupted before this case began")
+        raise
+    except SetupError as error:
+        with contextlib.suppress(LogError):
+            _skip_all(session, todo, f"the run was stopped: {error}")
+        raise
+    return False
+
+
+def _skip_all(session: Session, todo: list[Case], reason: str) -> None:
+    while todo:
+        session.skip(todo[0], "not_run", reason)
+        todo.pop(0)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Turn the first SIGINT, SIGTERM or SIGHUP into `Interrupted`; later ones are ignored from then on.
+
+    For the main thread only.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for other in numbers:
+            signal.signal(other, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    import torch  # noqa: PLC0415
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def version() -> str:
+    """Version of tiebench, and its commit when it runs from a git checkout."""
+    try:
+        number = importlib.metadata.version("tiebench")
+    except importlib.metadata.PackageNotFoundError:
+        number = "0.1.0"
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return number
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return f"{number} ({found.stdout.strip()})"
+    return number
+
+
+def _cause(outcome: Outcome) -> str:
+    """What went wrong first, then where the other ranks were."""
+    alike = {(f.type, f.phase, f.message) for f in outcome.failures.values()}
+    if outcome.primary and not (outcome.deaths and is_secondary(outcome.primary[1])):
+        rank, failed = outcome.primary
+        every = len(outcome.failures) == len(outcome.phases) > 1 and len(alike) == 1
+        text = f"{'every rank' if every else f'rank {rank}'} raised {failed.type} in {failed.phase!r}: "
+        text += f"{_paragraph(failed.message)} ({failed.where})"
+        named = set(outcome.phases) if every else {rank}
+    else:  # a rank is gone, and what the others raised is that it is gone
+        first = next(iter(outcome.deaths))
+        text, named = f"rank {first} {outcome.phases[first]}", {first}
+    rest = outcome.places(but=named)
+    return f"{text}; {rest}"[: 2 * EVIDENCE_LIMIT] if rest else text
+
+
+def _disk_full(failed: ch.Failed) -> bool:
+    codes = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+    return failed.type == "OSError" and any(f"[Errno {code}]" in failed.message for code in codes)
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0][:EVIDENCE_LIMIT]
+
+
+def _paragraph(text: str) -> str:
+    """First paragraph of a message, on one line."""
+    paragraph = re.split(r"\n\s*\n", text.strip())[0]
+    line = " ".join(paragraph.split())
+    return line if len(line) <= EVIDENCE_LIMIT else line[:EVIDENCE_LIMIT] + " …"
+
+
+def _patch_line(trace: str, name: str) -> str | None:
+    found = re.findall(rf'File "{re.escape(name)}", line (\d+)', trace)
+    return found[-1] if found else None
+
+
+__all__ = ["Interrupted", "Patch", "Plan", "Session", "SetupError", "Subject", "interruptible", "run"]
