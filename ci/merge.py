@@ -63,6 +63,8 @@ def merge_runs(directories: Sequence[Path], plan: RunRow, out: Path, problems: S
     for run in runs:
         for record in run.records:
             history[record.case].append(record)
+    gone = sum(name not in history for name in plan.cases)
+    problems += [f"{gone} of {len(plan.cases)} planned cases are in no piece"] if gone else []
     beyond = [name for name in history if name not in plan.cases]
     problems += [f"{name} was run and is not in the plan" for name in beyond]
     chosen = {name: _choose(name, history.get(name, []), plan) for name in [*plan.cases, *beyond]}
@@ -70,13 +72,15 @@ def merge_runs(directories: Sequence[Path], plan: RunRow, out: Path, problems: S
     problems += [line for name, all_of in history.items() if (line := _disagreement(name, all_of))]
     code = 0 if chosen and not problems and all(map(expected, chosen.values())) else 1
     reason = _reason(runs, list(chosen.values()), problems)
+    killed = [_name(run.directory) for run in runs if run.end is None]
+    message = _message([*problems, *([f"killed: {', '.join(killed)}"] if killed and reason != "complete" else [])])
     with RecordLog(out, msgspec.structs.replace(plan, target=_target(chosen.values()) or plan.target)) as log:
         for name, record in chosen.items():
             for attempt in (*_earlier(history.get(name, []), record), record):
                 if attempt.started_at:
                     log.append(StartedRow(case=name, attempt=attempt.attempt, started_at=attempt.started_at))
                 log.append(FinalRow(record=attempt))
-        log.append(EndRow(ended_at=_ended(runs), reason=reason, exit_code=code, message=_message(problems)))
+        log.append(EndRow(ended_at=_ended(runs), reason=reason, exit_code=code, message=message))
     notes = [*problems, *_environments(runs, chosen.values(), out)]
     return Merged(out, tuple(notes), code)
 
@@ -101,7 +105,7 @@ def _read(directories: Sequence[Path], plan: RunRow) -> tuple[list[Run], list[st
     runs: list[Run] = []
     problems: list[str] = []
     for directory in directories:
-        name = f"{directory.parent.name}/{directory.name}"
+        name = _name(directory)
         try:
             run = read_run(directory)
         except LogError as error:
@@ -113,6 +117,10 @@ def _read(directories: Sequence[Path], plan: RunRow) -> tuple[list[Run], list[st
         problems += [f"{name}: damaged, not counted: {line}" for line in run.damage]
         runs.append(run)
     return runs, problems
+
+
+def _name(directory: Path) -> str:
+    return f"{directory.parent.name}/{directory.name}"
 
 
 def _choose(name: str, found: Sequence[Record], plan: RunRow) -> Record:

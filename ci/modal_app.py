@@ -176,6 +176,7 @@ IMAGE_COMMANDS = (
     'python -c "import torch; assert torch.version.cuda, torch.__version__"',
 )
 ROOMS = ("suites", "ci", "reports")
+LEFT_OUT = ("**/__pycache__", "**/tests")  # of the rooms
 _SOURCE = Path(__file__).resolve().parent.parent
 
 
@@ -189,7 +190,7 @@ def build_image(config: Config) -> modal.Image:
         {"DS_BUILD_OPS": "0", "PYTHONPATH": "/root", VERSION_VARIABLE: supervisor.version()}
     )
     for room in ROOMS:  # reports has templates, which add_local_python_source would leave out
-        image = image.add_local_dir(_SOURCE / room, f"/root/{room}", ignore=["**/__pycache__", "**/tests"])
+        image = image.add_local_dir(_SOURCE / room, f"/root/{room}", ignore=list(LEFT_OUT))
     return image
 
 

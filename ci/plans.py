@@ -121,7 +121,7 @@ SMOKE = Plan(
 PR = Plan(
     name="pr",
     meaning="smoke, and every stage and factor by itself: for a pull request",
-    budget_seconds=900,
+    budget_seconds=600,
     base=SMOKE,
     selections=(
         _select("every ZeRO stage", BOTH, sizes=SIZES, tie=TIES, head=SHARDED, zero=(0, 1, 2, 3)),

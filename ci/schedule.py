@@ -34,10 +34,12 @@ class Forecast:
 
     cases: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     startups: list[float] = field(default_factory=list)
+    broken: int = 0  # cases after which the ranks had to be given up
 
-    def add(self, case: Case, seconds: float, startup: float) -> None:
-        """Learn from a case that ran; `startup` 0 when its ranks were up already."""
+    def add(self, case: Case, seconds: float, startup: float, *, broke: bool = False) -> None:
+        """Learn from a case that ran; `startup` 0 when its ranks were up already, `broke`: they are gone now."""
         self.cases[case.path].append(seconds)
+        self.broken += broke
         if startup > 0:
             self.startups.append(startup)
 
@@ -52,6 +54,7 @@ class Forecast:
         return expected + (self.startup() if starts else 0.0)
 
     def all(self, cases: Sequence[Case], up: Iterable[int]) -> float:
-        """Seconds for all of `cases`, when sets of the world sizes `up` are running."""
+        """Seconds for all of `cases`, when sets of the world sizes `up` are running and break as often as before."""
         missing = {c.world_size for c in cases} - set(up)
-        return sum(self.case(c, starts=False) for c in cases) + len(missing) * self.startup()
+        again = len(cases) * self.broken / max(1, sum(map(len, self.cases.values())))
+        return sum(self.case(c, starts=False) for c in cases) + (len(missing) + again) * self.startup()

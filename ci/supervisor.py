@@ -264,7 +264,8 @@ class Session:
         base["environment"] = self.fingerprint
         result.setdefault("wall_seconds", time.monotonic() - begin - result.get("startup_seconds", 0.0))
         record = Record(**{**base, **result})
-        self.forecast.add(case, record.wall_seconds or 0.0, record.startup_seconds or 0.0)
+        broke = case.world_size not in self.sets
+        self.forecast.add(case, record.wall_seconds or 0.0, record.startup_seconds or 0.0, broke=broke)
         self._tidy(observations, record)
         self._final(record)
         return record

@@ -63,12 +63,17 @@ def deviation(name: str, run: Tensor, reference: Tensor, noise: Tensor, u: float
     finite = bool(torch.isfinite(run).all())
     scale = _rms(reference)
     sigma = max(_rms(noise), 0.5 * u * scale, torch.finfo(torch.float64).tiny)
-    sigma_row = torch.sqrt(noise.square().mean(1) + (0.5 * sigma) ** 2)
-    row_error = error.square().mean(1).sqrt()
+    row_error, row_noise, row_scale = (t.square().mean(1).sqrt() for t in (error, noise, reference))
+    # Rounding of a factor that a whole row shares (one token's softmax, say) moves the row in proportion to its size. One
+    # noise sample shows it in some rows and not in others, so all rows are granted the typical proportion.
+    large = row_scale > 0.1 * scale
+    shared = float((row_noise / row_scale)[large].square().mean().sqrt()) if bool(large.any()) else 0.0
+    sigma_row = torch.sqrt(row_noise**2 + (0.5 * sigma) ** 2 + (shared * row_scale) ** 2)
+    sigma_element = torch.sqrt(sigma_row.unsqueeze(1) ** 2 + (shared * reference) ** 2)
     ratios = {
         "tensor": _rms(error) / sigma / LIMITS["tensor"],
         "row": float((row_error / sigma_row).max()) / LIMITS["row"],
-        "element": float((error.abs().amax(1) / sigma_row).max()) / LIMITS["element"],
+        "element": float((error.abs() / sigma_element).max()) / LIMITS["element"],
     }
     scope = max(ratios, key=lambda key: ratios[key]) if finite else "tensor"
     score = ratios[scope] if finite else math.inf

@@ -157,9 +157,10 @@ def test_one_comment_is_made_and_then_edited(github, post, capsys):
 def test_only_its_own_comment_is_edited(github, post):
     github.comments = [bot("talk", i) for i in range(120)]
     github.comments += [bot(TEXT, 120, login="mallory", kind="User"), bot(f"> {TEXT}", 121)]
+    github.comments += [bot(TEXT, 122, login="other[bot]")]
     assert post() == 0
-    assert [c["body"] for c in github.comments[120:122]] == [TEXT, f"> {TEXT}"]
-    assert len(github.comments) == 123, "made a new one, on the second page"
+    assert [c["body"] for c in github.comments[120:123]] == [TEXT, f"> {TEXT}", TEXT]
+    assert len(github.comments) == 124, "made a new one, on the second page"
 
 
 def test_the_token_does_not_follow_a_redirect(github, post):

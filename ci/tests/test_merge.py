@@ -109,7 +109,7 @@ def test_whole_shards_make_a_green_run(piece, merged):
 def test_a_killed_shard_shows_what_was_lost_and_not_run(piece, merged):
     done, run = merged(piece([A, B, C], [record(A)], started=[B], end=None, tail=b'{"event":"fin'))
     assert [r.status for r in run.records] == ["finished", "lost", "not_run"]
-    assert (done.exit_code, run.end.reason) == (1, "error")
+    assert (done.exit_code, run.end.reason, run.end.message) == (1, "error", "killed: shard/attempt-1")
 
 
 def test_a_later_attempt_counts_and_the_lost_one_stays_visible(piece, merged):
@@ -135,7 +135,7 @@ def test_no_piece_at_all_is_all_not_run(merged):
     done, run = merged(problems=["shard-1-of-1 left nothing"])
     assert [r.status for r in run.records] == ["not_run"] * 3
     assert "no piece of this run left a row" in run.records[0].evidence
-    assert (done.exit_code, run.end.message) == (1, "shard-1-of-1 left nothing")
+    assert (done.exit_code, run.end.message) == (1, "shard-1-of-1 left nothing; 3 of 3 planned cases are in no piece")
     assert run.plan.target == "planned"
 
 

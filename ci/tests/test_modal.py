@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,6 +161,10 @@ def test_the_image_gets_every_pin_once_and_the_rooms(modal_app, tmp_path, monkey
     assert local["/tiebench/requirements.txt"] == ROOT / "requirements.txt"
     assert {local[f"/root/{room}"] for room in ("suites", "ci", "reports")} <= set(ROOT.iterdir())
     assert all(path.exists() for path in local.values())
+    (ignored,) = {tuple(kwargs["ignore"]) for name, _, kwargs in calls if name == "add_local_dir"}
+    ignores = modal_app.modal.FilePatternMatcher(*ignored)
+    assert not ignores(Path("templates/report.html")), "a report cannot be made without its templates"
+    assert ignores(Path("paths/__pycache__/x.pyc"))
     (environment_,) = (args[0] for name, args, _ in calls if name == "env")
     assert environment_["DS_BUILD_OPS"] == "0"
     assert [name for name, _, _ in calls].index("env") < [name for name, _, _ in calls].index("add_local_dir")
@@ -256,12 +261,25 @@ def test_the_entrypoint_refuses_before_it_asks_for_anything(modal_app, capsys):
 
 
 def test_a_killed_shard_goes_on_where_it_was(modal_app, store, tmp_path):
-    """Real ranks: attempt 1 is killed while its second case runs; attempt 2 runs the rest only."""
+    """Real ranks: attempt 1 is killed while its second case runs; attempt 2 runs the rest only.
+
+    Attempt 1 has the files that a container has, and no others.
+    """
+    container = tmp_path / "container"
+    for room in modal_app.ROOMS:
+        left_out = shutil.ignore_patterns(*(pattern.removeprefix("**/") for pattern in modal_app.LEFT_OUT))
+        shutil.copytree(ROOT / room, container / room, ignore=left_out)
+    shutil.copy(ROOT / "ci" / "modal_app.py", container)
     shards.begin(store, RUN, night())
     child = subprocess.run(
         [sys.executable, "-c", _KILLED, RUN],
-        env=environment() | {"TIEBENCH_RUNS": str(tmp_path), "MODAL_CONFIG_PATH": os.environ["MODAL_CONFIG_PATH"]},
-        cwd=tmp_path,
+        env=environment()
+        | {
+            "PYTHONPATH": str(container),
+            "TIEBENCH_RUNS": str(tmp_path),
+            "MODAL_CONFIG_PATH": os.environ["MODAL_CONFIG_PATH"],
+        },
+        cwd=container,
         capture_output=True,
         text=True,
         timeout=200,
@@ -297,7 +315,9 @@ def test_a_killed_shard_goes_on_where_it_was(modal_app, store, tmp_path):
 
 _KILLED = """
 import os, signal, sys
-from ci import modal_app, records
+import modal_app
+from ci import records
+assert records.__file__.startswith(os.getcwd()), records.__file__
 written = records.RecordLog.append
 count = 0
 def append(self, row):
@@ -421,6 +441,9 @@ def test_a_preempted_night_goes_on_under_its_name(modal_app, store, monkeypatch)
     shards.begin(store, first, modal_app.plan_night(first, "smoke", "H100:2", 2, ""))
     monkeypatch.setattr(modal_app, "datetime", None)  # the clock is not asked again
     assert modal_app.night_id(store, "smoke") == first
+    begun = shards.read_night(store.run(first))
+    shards.begin(store, first, night())
+    assert shards.read_night(store.run(first)) == begun, "the shards may be at work on the first plan"
 
 
 def test_nights_whose_end_was_killed_are_collected_later(modal_app, store, no_ranks, tmp_path):

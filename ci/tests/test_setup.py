@@ -52,6 +52,8 @@ def call(program, *arguments, **variables):
 
 @pytest.mark.skipif(not (VENV / "tiebench.json").exists(), reason="not set up by ci/setup")
 def test_a_good_environment_is_left_alone():
+    if call(VENV / "bin" / "python", "-I", ROOT / "ci" / "bootstrap.py", "--check").returncode:
+        pytest.skip("out of date: ci/setup would make it anew under the running tests")
     before = (VENV / "tiebench.json").stat().st_mtime_ns, (VENV / "setup.log").stat().st_size
     done = call(ROOT / "ci" / "setup")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -77,6 +79,18 @@ def test_the_stamp_decides(copy, monkeypatch, tmp_path):
     finished(copy)
     copy.rename(moved)
     assert call(moved / ".venv" / "bin" / "python", "-I", moved / "ci" / "bootstrap.py", "--check").returncode == 1
+
+
+def test_the_python_that_made_it_is_kept(copy, tmp_path):
+    finished(copy)
+    other = tmp_path / "bin" / "python3"  # first on PATH, and not to be used
+    other.parent.mkdir()
+    other.write_text("#!/bin/sh\necho wrong python >&2\nexit 3\n")
+    other.chmod(0o755)
+    (copy / "requirements.txt").write_text("torch>=2\n")
+    done = call(copy / "ci" / "setup", PATH=f"{other.parent}:{os.environ['PATH']}")
+    assert "cannot read 'torch>=2'" in done.stderr
+    assert "wrong python" not in done.stderr
 
 
 def test_another_python_is_another_environment(copy):

@@ -269,6 +269,8 @@ def test_the_forecast_learns():
     assert forecast.case(CLEAN, starts=False) == 2.0
     assert forecast.case(CLEAN, starts=True) == 7.0
     assert forecast.all([CLEAN, Case("deepspeed", dp=2)], up=[2]) == 2.0 + 7.0 + 5.0
+    forecast.add(CLEAN, 2.0, startup=0.0, broke=True)  # one of five
+    assert forecast.all([CLEAN], up=[2]) == 2.0 + 5.0 / 5
 
 
 def test_plans_are_nested_and_every_selection_has_cases():

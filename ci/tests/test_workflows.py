@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,8 +133,3 @@ def test_the_comment_comes_from_the_run_and_not_from_the_pull_requests_code():
     left = named(load("pull-request"), "Leave the comparison for the comment")["with"]
     assert left["name"] == comment.ARTIFACT
     assert comment.FILE in named(load("pull-request"), "Compare")["run"]
-
-
-def test_no_registry_is_named():
-    hosts = re.compile(r"pypi\.|pytorch\.org|npmjs", re.IGNORECASE)
-    assert not [f.name for f in FILES if hosts.search(Path(f).read_text())]
