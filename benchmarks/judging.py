@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ci.ranks import Settings
 from ci.supervisor import Plan, Session
 from suites.cases import Case
 from suites.observe import RankObservation
@@ -26,7 +27,7 @@ class Judging:
         """Observations of one real run; asv hands them to every benchmark."""
         with tempfile.TemporaryDirectory() as directory:
             out = Path(directory) / "run"
-            with Session(out, Plan("asv", (CASE,), budget=300), keep_observations=True) as session:
+            with Session(out, Plan("asv", (CASE,), budget=300), settings=Settings(keep_observations=True)) as session:
                 session.run(CASE)
             files = sorted(out.glob("observations/*/rank*.pt"))
             return [RankObservation.load(path) for path in files]

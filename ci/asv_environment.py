@@ -1,8 +1,8 @@
 """Gives the Python that runs this file the packages of another environment: ``python asv_environment.py VENV``.
 
 asv makes an environment for the commit that it measures. One line in a ``.pth`` file there lets it see the packages of
-``.venv`` (torch, DeepSpeed, …), but not tiebench itself: path files inside a path that came from a path file are not read,
-and that is how ``.venv`` knows its own, editable tiebench.
+``.venv`` (torch, DeepSpeed, …), but not tiebench itself: path files inside a path that came from a path file are not
+read, and that is how ``.venv`` knows its own, editable tiebench.
 
 Standard library only: nothing is installed when it runs.
 """

@@ -63,6 +63,8 @@ class Failed(Message, frozen=True, tag="failed"):
         type: class of the exception; message: its text; where: innermost line of the framework, ``file:line``.
         refusal: the exception is a deliberate NotImplementedError or ValueError (see `ci.worker.is_refusal`).
         traceback: the whole traceback.
+        lifecycle: of a case, the model's events up to then: event, same object, same storage
+        (`suites.observe.Lifecycle`).
     """
 
     phase: str
@@ -71,6 +73,7 @@ class Failed(Message, frozen=True, tag="failed"):
     where: str
     refusal: bool
     traceback: str
+    lifecycle: list[tuple[str, bool, bool]] = []
 
 
 # From the supervisor.

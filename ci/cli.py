@@ -237,6 +237,9 @@ def run(  # noqa: PLR0917 - each is an option, given by name on the command line
     )
     if budget is None and not case:
         budget = plans.PLANS[plan or "smoke"].budget_seconds
+    whole = len(plans.PLANS[plan or "smoke"].cases)
+    if not case and len(chosen) < whole:
+        name += f" ({len(chosen)} of its {whole} cases)"
     code = _run(chosen, directory, name=name, budget=budget, subject=subject, settings=settings, display=display)
     raise typer.Exit(_report(directory, console, code))
 
@@ -387,12 +390,15 @@ def compare(
     base: Annotated[Path, typer.Argument(help="Run directory to compare with.", show_default=False)],
     head: Annotated[Path, typer.Argument(help="Run directory of the change.", show_default=False)],
     output: Annotated[Path | None, typer.Option(help="Write the Markdown here instead of printing it.")] = None,
+    noise: Annotated[
+        list[Path] | None, typer.Option(help="One more run of the base on the same machine: measures the noise.")
+    ] = None,
 ) -> None:
     """Compare two runs: the Markdown of a pull-request report; exit code 1 when the change must not go in."""
     from reports import compare as comparing  # noqa: PLC0415
 
     try:
-        result = comparing.compare(base, head)
+        result = comparing.compare(base, head, noise or ())
         if output:
             records.write_whole(output, result.markdown.encode())
         else:

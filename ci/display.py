@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from ci.records import Record, expected
 from suites.cases import Case
+
+PIPED_WIDTH = 140  # columns where there is no terminal to ask: a log
 
 
 def duration(seconds: float) -> str:
@@ -27,6 +30,10 @@ def duration(seconds: float) -> str:
 
 class Printer(Console):
     """A console whose reader may go away (``| head``) without ending the program, which is what rich would do."""
+
+    def __init__(self, **options: Any):
+        piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+        super().__init__(width=PIPED_WIDTH if piped else None, **options)
 
     def on_broken_pipe(self) -> None:
         """Print nowhere from now on."""

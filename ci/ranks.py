@@ -66,6 +66,7 @@ class Settings:
         host: address to listen on and to be reached at.
         device: "auto" or "cpu".
         case_limit, startup_limit: seconds.
+        keep_observations: keep what the ranks saw of green cases too.
     """
 
     launcher: Launcher = "spawn"
@@ -75,6 +76,7 @@ class Settings:
     device: str = "auto"
     case_limit: float = 60.0
     startup_limit: float = 300.0
+    keep_observations: bool = False
     say: Callable[[str], None] = field(default=print, compare=False)
 
 

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
 import shlex
 import shutil
@@ -323,7 +324,9 @@ class Session:
         if outcome is not None and not outcome.good:
             self._drop(case.world_size)
             what = f"the ranks did not come up within {limit:.0f} s"
-            return common | {"wall_seconds": 0.0} | self._bad(outcome, what, cut=limit < self.settings.startup_limit)
+            return (
+                common | {"wall_seconds": 0.0} | self._bad(case, outcome, what, cut=limit < self.settings.startup_limit)
+            )
         ranks = self.sets[case.world_size]
         try:
             observations.mkdir(parents=True)
@@ -335,7 +338,7 @@ class Session:
         if not outcome.good:
             self._drop(case.world_size)
             what = f"no result within {limit:.0f} s"
-            return common | self._bad(outcome, what, cut=limit < self.settings.case_limit)
+            return common | self._bad(case, outcome, what, cut=limit < self.settings.case_limit)
         return common | self._judged(case, observations)
 
     def _ready(self, case: Case, limit: float) -> Outcome | None:
@@ -420,7 +423,7 @@ class Session:
             "judge_seconds": time.monotonic() - begin,
         }
 
-    def _bad(self, outcome: Outcome, what: str, *, cut: bool) -> dict[str, Any]:
+    def _bad(self, case: Case, outcome: Outcome, what: str, *, cut: bool) -> dict[str, Any]:
         """Verdict over ranks that did not all do what they were told; `cut`: the limit was the rest of the budget."""
         found: dict[str, Any] = {"status": "finished", "stacks": outcome.stacks or None}
         primary = outcome.primary
@@ -439,6 +442,9 @@ class Session:
                 "verdict": "refused",
                 "evidence": f"{failed.type}: {_paragraph(failed.message)} ({failed.where})",
             }
+        if tie := _broken_tie(case, outcome):
+            evidence = f"{tie.oracle}: {tie.evidence}; then {_cause(outcome)}"
+            return found | {"verdict": "bug", "oracle": tie.oracle, "findings": (tie,), "evidence": evidence}
         return found | {"verdict": "crash", "evidence": _cause(outcome)}
 
     def _places(self, case: Case) -> str:
@@ -468,7 +474,8 @@ class Session:
         parent = observations.parent
         with contextlib.suppress(OSError):
             too_much = sum(f.stat().st_size for f in parent.rglob("*.pt")) > KEEP_OBSERVATIONS
-            if records.expected(record) or too_much or not any(observations.iterdir()):
+            unwanted = records.expected(record) and not self.settings.keep_observations
+            if unwanted or too_much or not any(observations.iterdir()):
                 shutil.rmtree(observations)
 
     def _final(self, record: Record) -> Record:
@@ -599,6 +606,8 @@ def now() -> str:
 
 def version() -> str:
     """Version of tiebench, and its commit when it runs from a git checkout."""
+    if given := os.environ.get("TIEBENCH_VERSION"):  # a container has no git to ask
+        return given
     try:
         number = importlib.metadata.version("tiebench")
     except importlib.metadata.PackageNotFoundError:
@@ -611,6 +620,17 @@ def version() -> str:
         found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         return f"{number} ({found.stdout.strip()})"
     return number
+
+
+def _broken_tie(case: Case, outcome: Outcome) -> records.Finding | None:
+    """The tie that was broken before the ranks crashed: the crash is its consequence, or hides it."""
+    from suites.observe import Lifecycle  # noqa: PLC0415
+    from suites.oracles import broken_tie  # noqa: PLC0415
+
+    for rank, failed in sorted(outcome.failures.items()):
+        if found := broken_tie(case, rank, [Lifecycle(*event) for event in failed.lifecycle]):
+            return records.Finding(oracle=found.oracle, flagged=True, evidence=found.evidence)
+    return None
 
 
 def _cause(outcome: Outcome) -> str:

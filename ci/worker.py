@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import queue
@@ -18,6 +19,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +29,8 @@ from ci import channel as ch
 
 if TYPE_CHECKING:
     import torch
+
+    from suites.observe import Lifecycle
 
 PROJECT = Path(__file__).resolve().parent.parent
 LOST_SUPERVISOR = 75  # exit code of a rank whose supervisor is gone
@@ -45,6 +49,7 @@ class Worker:
         self.reported = False
         self.device: torch.device | None = None
         self.stacks: IO[str] | None = None
+        self.lifecycle: list[Lifecycle] = []
 
     def progress(self, phase: str) -> None:
         """Tell the supervisor what comes next.
@@ -63,7 +68,7 @@ class Worker:
         if not self.reported:
             self.reported = True
             traceback.print_exception(error)
-            self.control.send(failure(error, self.phase))
+            self.control.send(failure(error, self.phase, self.lifecycle))
 
     def listen(self) -> None:
         """Read commands in a thread of its own; end the process as soon as the supervisor is gone."""
@@ -165,6 +170,9 @@ class Worker:
         from suites import paths, train  # noqa: F401, PLC0415
 
         paths.load(path)
+        gc.collect()
+        # DeepSpeed collects garbage in every case, and what was imported never becomes any: a third of a case's time.
+        gc.freeze()
 
     def run(self, command: ch.RunCase) -> None:
         """Run one case and save what was seen."""
@@ -178,8 +186,9 @@ class Worker:
             from suites import faults  # noqa: PLC0415
 
             broken = faults.apply(command.fault)
+        self.lifecycle = []
         with broken:
-            observation = train.run_rank(Case.parse(command.case), self.device, self.progress)
+            observation = train.run_rank(Case.parse(command.case), self.device, self.progress, self.lifecycle)
         self.progress("save")
         observation.save(Path(command.observation))
 
@@ -192,7 +201,7 @@ def redirect(log: Path) -> None:
     os.close(handle)
 
 
-def failure(error: BaseException, phase: str) -> ch.Failed:
+def failure(error: BaseException, phase: str, lifecycle: Sequence[Lifecycle] = ()) -> ch.Failed:
     """What the supervisor is told of an exception."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
@@ -203,6 +212,7 @@ def failure(error: BaseException, phase: str) -> ch.Failed:
         where=where(error.__traceback__),
         refusal=is_refusal(error),
         traceback="".join(traceback.format_exception(error))[-4 * LONGEST_MESSAGE :],
+        lifecycle=[(seen.event, seen.same_object, seen.same_storage) for seen in lifecycle],
     )
 
 

@@ -53,19 +53,21 @@ class Deviation:
 
 
 def deviation(name: str, run: Tensor, reference: Tensor, noise: Tensor, u: float) -> Deviation:
-    """Compare `run` with the fp64 `reference`, given an unsharded run's error `noise` at unit roundoff `u`.
+    """Compare `run` with the fp64 `reference`, given the errors `noise` of unsharded runs at unit roundoff `u`.
 
-    All three have one shape; rows are the first dimension (all but the last, flattened, where there are more than two).
-    A value that is not finite counts as an infinite deviation.
+    `run` and `reference` have one shape, `noise` is [samples, *shape]; rows are the first dimension (all but the last,
+    flattened, where there are more than two). A value that is not finite counts as an infinite deviation.
     """
-    run, reference, noise = (_rows(t) for t in (run, reference, noise))
+    samples = torch.stack([_rows(sample) for sample in noise])
+    run, reference = _rows(run), _rows(reference)
     error = run - reference
     finite = bool(torch.isfinite(run).all())
     scale = _rms(reference)
-    sigma = max(_rms(noise), 0.5 * u * scale, torch.finfo(torch.float64).tiny)
-    row_error, row_noise, row_scale = (t.square().mean(1).sqrt() for t in (error, noise, reference))
-    # Rounding of a factor that a whole row shares (one token's softmax, say) moves the row in proportion to its size. One
-    # noise sample shows it in some rows and not in others, so all rows are granted the typical proportion.
+    sigma = max(_rms(samples), 0.5 * u * scale, torch.finfo(torch.float64).tiny)
+    row_error, row_scale = error.square().mean(1).sqrt(), reference.square().mean(1).sqrt()
+    row_noise = samples.square().mean((0, 2)).sqrt()
+    # Rounding of a factor that a whole row shares (one token's softmax, say) moves the row in proportion to its size.
+    # One noise sample shows it in some rows and not in others, so all rows are granted the typical proportion.
     large = row_scale > 0.1 * scale
     shared = float((row_noise / row_scale)[large].square().mean().sqrt()) if bool(large.any()) else 0.0
     sigma_row = torch.sqrt(row_noise**2 + (0.5 * sigma) ** 2 + (shared * row_scale) ** 2)

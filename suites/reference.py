@@ -52,9 +52,24 @@ class Evaluation:
         return float(torch.stack([g.double().square().sum() for g in once.values()]).sum().sqrt()) if once else 0.0
 
 
-def evaluate(case: Case, weights: Mapping[str, Tensor], step: int, dtype: torch.dtype) -> Evaluation:
-    """Forward and backward of one step's data at `weights` (full tensors by canonical name), in precision `dtype`."""
+def evaluate(
+    case: Case, weights: Mapping[str, Tensor], step: int, dtype: torch.dtype, perturbed: int = 0
+) -> Evaluation:
+    """Forward and backward of one step's data at `weights` (full tensors by canonical name), in precision `dtype`.
+
+    With `perturbed` > 0 every weight is moved by up to one unit roundoff of `dtype`, by random numbers of that seed:
+    another sample of what rounding does (TTrace, arXiv 2506.09280, takes its tolerances from such runs).
+    """
     model = Decoder(case, tie=False).to(dtype)
+    if perturbed:
+        generator = torch.Generator().manual_seed(perturbed)
+        u = torch.finfo(dtype).eps / 2
+        weights = {
+            name: weight.double() * (1 + u * (2 * torch.rand(weight.shape, generator=generator) - 1))
+            for name, weight in weights.items()
+        }
+        if case.tied:
+            weights[HEAD] = weights[EMBEDDING]
     load_weights(model, weights)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable(case, name))
@@ -91,19 +106,21 @@ class ReferenceCache:
         self.misses = 0
         self._kept: OrderedDict[tuple[object, ...], Evaluation] = OrderedDict()
 
-    def evaluate(self, case: Case, weights: Mapping[str, Tensor], step: int, dtype: torch.dtype) -> Evaluation:
+    def evaluate(
+        self, case: Case, weights: Mapping[str, Tensor], step: int, dtype: torch.dtype, perturbed: int = 0
+    ) -> Evaluation:
         """As `evaluate`, from the cache where possible."""
         digest = hashlib.sha256()
         for name in sorted(weights):
             digest.update(name.encode())
             digest.update(weights[name].double().contiguous().numpy().tobytes())
-        key = (*(getattr(case, name) for name in DETERMINED_BY), step, dtype, digest.digest())
+        key = (*(getattr(case, name) for name in DETERMINED_BY), step, dtype, perturbed, digest.digest())
         if key in self._kept:
             self.hits += 1
             self._kept.move_to_end(key)
             return self._kept[key]
         self.misses += 1
-        self._kept[key] = evaluate(case, weights, step, dtype)
+        self._kept[key] = evaluate(case, weights, step, dtype, perturbed)
         if len(self._kept) > self.size:
             self._kept.popitem(last=False)
         return self._kept[key]

@@ -1,4 +1,5 @@
-"""Every command in every document is run, in the order in which the document gives them, and every link leads somewhere."""
+"""Every command in every document is run, in the order in which the document gives them, and every link leads
+somewhere."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def test_commands_work(document, tmp_path):
         words = shlex.split(here)
         if words[0] == "ci/nightly" and "--out" not in words:
             words += ["--out", f"{tmp_path}/runs/nightly"]
-        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run(
+            words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
+        )
         wanted = next((code for part, code in EXIT_CODES.items() if part in command), 0)
         said = f"{command}\nexit code {done.returncode}, wanted {wanted}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         assert done.returncode == wanted, said

@@ -12,7 +12,9 @@ from ci.plans import PLANS
 from ci.records import read_run
 
 TIED_ROW = [
-    case for case in PLANS["smoke"].cases if case.path == "deepspeed" and case.tied and case.head == "row" and case.tp > 1
+    case
+    for case in PLANS["smoke"].cases
+    if case.path == "deepspeed" and case.tied and case.head == "row" and case.tp > 1
 ]
 PATCH = """
     import torch.nn.functional as F

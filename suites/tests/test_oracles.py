@@ -137,7 +137,7 @@ def test_exact_where_nothing_is_sharded(run_jobs):
 def test_deviation_sees_one_wrong_row_and_one_wrong_element():
     generator = torch.Generator().manual_seed(0)
     reference = torch.randn(200, 50, generator=generator, dtype=torch.float64)
-    noise = 1e-7 * torch.randn(200, 50, generator=generator, dtype=torch.float64)
+    noise = 1e-7 * torch.randn(3, 200, 50, generator=generator, dtype=torch.float64)
     run = reference + 1e-7 * torch.randn(200, 50, generator=generator, dtype=torch.float64)
     u = numerics.unit_roundoff(torch.float32)
     assert numerics.deviation("w", run, reference, noise, u).score < 0.5
