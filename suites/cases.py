@@ -265,10 +265,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(lambda c: not c.tied and c.tie_when != "construction", "an untied model never makes a tie"),
     Rule(
-        lambda c: c.tied and c.tie_when == "after_shard" and c.head == "gathered" and c.path == "handwritten",
-        "a gathered head is sharded like the vocabulary head: choose head=vocab to make the tie after sharding",
-    ),
-    Rule(
         lambda c: not c.tied and c.embedding_spec != "none",
         "AutoTP cuts an untied embedding that an entry names over hidden and does not gather its output (meant for "
         "per-head tables): the model cannot compute with it",

@@ -1,9 +1,8 @@
-"""Rounding or not: the size of a deviation in units of the rounding that an unsharded run of the same precision shows.
+"""Rounding or not: the size of a deviation in units of the rounding that unsharded runs of the same precision show.
 
-For each compared tensor, the noise is what one unsharded run at the case's precision differs from fp64 by, at the
-same weights. Its root mean square is the predicted sigma of the sharded run: sharding changes the order of sums, not
-their precision. Deviations are then judged as a whole tensor, row by row, and element by element, against limits in
-sigmas (first calibrated in a simulator: see `suites/README.md`).
+For each compared tensor, the noise is what a few unsharded runs at the case's precision differ from fp64 by, at the same
+weights. Its root mean square is the predicted sigma of the sharded run: sharding changes the order of sums, not their
+precision. Deviations are judged as a whole tensor, row by row, and element by element, against limits in sigmas.
 
 References: Higham & Mary 2019, "A new approach to probabilistic rounding error analysis"; TTrace, arXiv 2506.09280.
 """
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Largest deviation, in predicted sigmas, that is still rounding. Calibrated on both paths by ci/calibrate.
+# Largest deviation, in predicted sigmas, that is still rounding. suites/README.md has what null runs and faults show.
 LIMITS = {"tensor": 6.0, "row": 12.0, "element": 40.0, "scalar": 20.0, "replay": 50.0}
 
 
