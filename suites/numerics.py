@@ -1,6 +1,6 @@
 """Rounding or not: the size of a deviation in units of the rounding that unsharded runs of the same precision show.
 
-For each compared tensor, the noise is what a few unsharded runs at the case's precision differ from fp64 by, at the same
+For each compared tensor, the noise is what a few unsharded runs at the case's precision differ from fp64 by, at equal
 weights. Its root mean square is the predicted sigma of the sharded run: sharding changes the order of sums, not their
 precision. Deviations are judged as a whole tensor, row by row, and element by element, against limits in sigmas.
 
