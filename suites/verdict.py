@@ -27,7 +27,7 @@ SHOWN = 4
 class Judgement:
     """Verdict (exact, rounding, bug or inconclusive) and the findings it rests on.
 
-    `error`, `limit` (in `error_of`'s unit) and `headroom` (limit / error) belong to the numeric oracle with the least
+    `error`, `limit` and `headroom` (limit / error) belong to `error_of`, the numeric oracle with the least
     headroom.
     """
 
@@ -68,7 +68,7 @@ def judge(case: Case, ranks: Sequence[RankObservation], cache: ReferenceCache | 
         error=tightest.error if tightest else None,
         limit=tightest.limit if tightest else None,
         headroom=tightest.limit / tightest.error if tightest and tightest.error and tightest.limit else None,
-        error_of=f"{tightest.oracle}, {tightest.unit}" if tightest else None,
+        error_of=tightest.oracle if tightest else None,
     )
 
 
