@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import hashlib
 import importlib.metadata
 import json
@@ -354,6 +355,7 @@ class Session:
             ranks.launch()
             from suites import verdict  # noqa: F401, PLC0415 - imports torch, while the ranks do so too
 
+            gc.freeze()  # what was imported never becomes garbage: no need to look through it in every case
             outcome = ranks.start(begin + limit - time.monotonic())
             self._check_patch(outcome)
             if not outcome.good:

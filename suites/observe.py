@@ -210,6 +210,8 @@ def _cover(name: str, tp_rank: int, mine: Mapping[int, Piece], disagreements: li
     if any(piece.local_shape != first.local_shape for piece in mine.values()):
         raise ObservationError(f"{name}: data-parallel ranks of tensor-parallel rank {tp_rank} hold different shapes")
     size = int(torch.Size(first.local_shape).numel())
+    if len(mine) == 1 and first.start == 0 and first.data.numel() == size:
+        return first.data.reshape(first.local_shape)
     flat = torch.empty(size, dtype=first.data.dtype)
     filled = torch.zeros(size, dtype=torch.bool)
     for dp_rank, piece in sorted(mine.items()):

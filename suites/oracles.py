@@ -32,7 +32,7 @@ from suites.observe import (
     bitwise_equal,
     by_rank,
 )
-from suites.reference import Evaluation, ReferenceCache
+from suites.reference import Evaluation, ReferenceCache, digest_of
 
 NOISE_SAMPLES = 3  # one alone is at times too lucky: its noise in one small tensor a quarter of what is usual
 
@@ -71,6 +71,8 @@ class Evidence:
         self.ranks = by_rank(ranks)
         self.cache = cache
         self.gaps: list[str] = []
+        self._digests: dict[int, bytes] = {}
+        self._gradient_noise: dict[tuple[int, str], Tensor] = {}
         self.dtype = getattr(torch, case.dtype)
         self.u = unit_roundoff(self.dtype)
         shapes = parameter_shapes(case)
@@ -152,7 +154,10 @@ class Evidence:
         weights = {name: whole.value for name, whole in self.before(step).items()}
         if set(weights) != set(parameter_shapes(self.case)):
             return None
-        return self.cache.evaluate(self.case, weights, step, dtype, perturbed)
+        if step not in self._digests:
+            self._digests[step] = digest_of(weights)
+        digest = self._digests[step]
+        return self.cache.evaluate(self.case, weights, step, dtype, perturbed=perturbed, digest=digest)
 
     def noise(self, step: int, exact: Tensor, pick: Callable[[Evaluation], Tensor]) -> Tensor:
         """Errors of unsharded runs at the case's precision, one sample along dimension 0.
@@ -160,7 +165,16 @@ class Evidence:
         Measured in fp32 and scaled by the unit roundoffs.
         """
         scale = self.u / unit_roundoff(torch.float32)
-        return torch.stack([(pick(sample).double() - exact.double()) * scale for sample in self.samples[step]])
+        return (torch.stack([pick(sample) for sample in self.samples[step]]).double() - exact.double()) * scale
+
+    def gradient_noise(self, step: int, name: str) -> Tensor:
+        """`noise` of one parameter's gradient."""
+        exact = self.exact[step]
+        if exact is None:
+            raise ObservationError(f"step {step + 1} has no reference")
+        if (step, name) not in self._gradient_noise:
+            self._gradient_noise[step, name] = self.noise(step, exact.gradients[name], _gradient_of(name))
+        return self._gradient_noise[step, name]
 
 
 # --- exact oracles -------------------------------------------------------------------------------------------------
@@ -414,8 +428,7 @@ def gradient(e: Evidence) -> Finding:
             continue
         for name, whole in e.gradients[step].items():
             reference = exact.gradients[name]
-            noise = e.noise(step, reference, _gradient_of(name))
-            found.append((step, deviation(name, whole.value, reference, noise, e.u)))
+            found.append((step, deviation(name, whole.value, reference, e.gradient_noise(step, name), e.u)))
             if e.case.tied and name in (EMBEDDING, HEAD) and found[-1][1].score > 1 and not parts:
                 parts = f"; {name} holds {contributions(whole.value, exact)}"
     return _worst("gradient", found, parts)
@@ -440,8 +453,8 @@ def gradient_norm(e: Evidence) -> Finding:
         if exact is None:
             continue
         reference = exact.gradient_norm
-        once = {id(g): (name, g) for name, g in exact.gradients.items()}.values()
-        spread = sum(float(e.noise(step, g, _gradient_of(name)).square().sum()) for name, g in once)
+        once = {id(g): name for name, g in exact.gradients.items()}.values()
+        spread = sum(float(e.gradient_noise(step, name).square().sum()) for name in once)
         sigma = math.sqrt(spread / max(1, len(e.samples[step])))
         sigma = max(sigma, 4 * e.u * reference, torch.finfo(torch.float64).tiny)
         for rank in e.ranks.values():

@@ -93,6 +93,15 @@ def evaluate(
     return Evaluation(loss, logits, gradients, lookup, projection)
 
 
+def digest_of(weights: Mapping[str, Tensor]) -> bytes:
+    """Digest of names and values, bit for bit."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(name.encode())
+        digest.update(weights[name].double().contiguous().numpy().tobytes())
+    return digest.digest()
+
+
 class ReferenceCache:
     """Evaluations kept by all that determines them: the factors above, step, precision, and the weights' own bits.
 
@@ -107,14 +116,18 @@ class ReferenceCache:
         self._kept: OrderedDict[tuple[object, ...], Evaluation] = OrderedDict()
 
     def evaluate(
-        self, case: Case, weights: Mapping[str, Tensor], step: int, dtype: torch.dtype, perturbed: int = 0
+        self,
+        case: Case,
+        weights: Mapping[str, Tensor],
+        step: int,
+        dtype: torch.dtype,
+        *,
+        perturbed: int = 0,
+        digest: bytes | None = None,
     ) -> Evaluation:
-        """As `evaluate`, from the cache where possible."""
-        digest = hashlib.sha256()
-        for name in sorted(weights):
-            digest.update(name.encode())
-            digest.update(weights[name].double().contiguous().numpy().tobytes())
-        key = (*(getattr(case, name) for name in DETERMINED_BY), step, dtype, perturbed, digest.digest())
+        """As `evaluate`, from the cache where possible; `digest` is that of `weights`, if the caller has it already."""
+        known = (step, dtype, perturbed, digest or digest_of(weights))
+        key = (*(getattr(case, name) for name in DETERMINED_BY), *known)
         if key in self._kept:
             self.hits += 1
             self._kept.move_to_end(key)
