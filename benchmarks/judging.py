@@ -29,7 +29,7 @@ class Judging:
             out = Path(directory) / "run"
             with Session(out, Plan("asv", (CASE,), budget=300), settings=Settings(keep_observations=True)) as session:
                 session.run(CASE)
-            files = sorted(out.glob("observations/*/rank*.pt"))
+            files = sorted(out.glob("observations/*/rank*.safetensors"))
             return [RankObservation.load(path) for path in files]
 
     def setup(self, ranks: list[RankObservation]) -> None:

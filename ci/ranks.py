@@ -295,10 +295,10 @@ class RankSet:
         return self._command(ch.Collect(), limit)
 
     def run(self, case: str, observations: Path, fault: str | None, limit: float) -> Outcome:
-        """Run one case; rank r saves what it saw to ``observations/rank<r>.pt``."""
+        """Run one case; rank r saves what it saw to ``observations/rank<r>.safetensors``."""
         self._begin()
         for rank in self.ranks:
-            saved = str(observations.resolve() / f"rank{rank.number}.pt")
+            saved = str(observations.resolve() / f"rank{rank.number}.safetensors")
             self._send(rank, ch.RunCase(case=case, observation=saved, fault=fault))
         return self._gather(limit)
 

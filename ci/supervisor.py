@@ -396,7 +396,7 @@ class Session:
         from suites.reference import ReferenceCache  # noqa: PLC0415
 
         begin = time.monotonic()
-        seen = [RankObservation.load(observations / f"rank{r}.pt") for r in range(case.world_size)]
+        seen = [RankObservation.load(observations / f"rank{r}.safetensors") for r in range(case.world_size)]
         if self._references is None:
             self._references = ReferenceCache()
         with _one_thread():  # the same sums on every machine, and no threads that wait for busy cores
@@ -475,7 +475,7 @@ class Session:
         """Keep the observations of cases that are not green, while there is room for them."""
         parent = observations.parent
         with contextlib.suppress(OSError):
-            too_much = sum(f.stat().st_size for f in parent.rglob("*.pt")) > KEEP_OBSERVATIONS
+            too_much = sum(f.stat().st_size for f in parent.rglob("*.safetensors")) > KEEP_OBSERVATIONS
             unwanted = records.expected(record) and not self.settings.keep_observations
             if unwanted or too_much or not any(observations.iterdir()):
                 shutil.rmtree(observations)

@@ -1,18 +1,20 @@
 """Observations: what one rank saw of one case, and how full tensors are assembled from the ranks' pieces.
 
-A rank writes plain values and tensors only (`RankObservation.save`, read back with ``weights_only=True``). The full
-tensors are put together here, from local shapes and offsets, never by a framework's own gather (rule 3 of the design).
+A rank writes plain values and tensors only (`RankObservation.save`, in the safetensors format). The full tensors are put
+together here, from local shapes and offsets, never by a framework's own gather (rule 3 of the design).
 """
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 
@@ -107,44 +109,69 @@ class RankObservation:
     notes: tuple[str, ...] = field(default=())
 
     def save(self, path: Path) -> None:
-        """Write to `path` as plain values and tensors."""
-        torch.save(asdict(self), path)
+        """Write to `path` in the safetensors format: the tensors, and all else as JSON beside them."""
+        tensors: dict[str, Tensor] = {}
+        keys: dict[int, str] = {}  # by identity: both names of a tied gradient may hold one tensor
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, Piece):
+                key = keys.setdefault(id(value.data), f"{len(keys)}")
+                tensors[key] = value.data
+                return {"data": key, "start": value.start, "local_shape": value.local_shape}
+            if isinstance(value, Mapping):
+                return {name: plain(item) for name, item in value.items()}
+            if isinstance(value, tuple):
+                return [plain(item) for item in value]
+            return {f.name: plain(getattr(value, f.name)) for f in fields(value)} if is_dataclass(value) else value
+
+        save_file(tensors, path, metadata={"observation": json.dumps(plain(self))})
 
     @classmethod
     def load(cls, path: Path) -> RankObservation:
-        """Read what `save` wrote; no code is run (``weights_only=True``).
+        """Read what `save` wrote; nothing in the file is code.
 
         Raises:
             ObservationError: the file is missing, damaged or of another layout.
         """
         try:
-            raw = torch.load(path, weights_only=True, map_location="cpu")
-            return _rank(raw)
-        except pickle.UnpicklingError:
-            raise ObservationError(f"observation {path.name} cannot be read: it holds more than values") from None
-        except (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError) as error:
+            with safe_open(path, framework="pt") as stream:
+                raw = json.loads(stream.metadata()["observation"])
+                tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118 - no mapping
+            return _rank(raw, tensors)
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise ObservationError(f"observation {path.name} cannot be read: {error}") from None
 
 
-def _rank(raw: dict[str, Any]) -> RankObservation:
-    steps = tuple(
+def _rank(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RankObservation:
+    def piece(found: Mapping[str, Any]) -> Piece:
+        return Piece(tensors[found["data"]], int(found["start"]), tuple(found["local_shape"]))
+
+    def pieces(found: Mapping[str, Any]) -> dict[str, Piece]:
+        return {name: piece(item) for name, item in found.items()}
+
+    steps = [
         StepObservation(
             **{
                 **step,
                 "loss": tuple(step["loss"]),
-                "logits": tuple(Piece(**piece) for piece in step["logits"]),
-                "gradients": _pieces(step["gradients"]),
-                "weights": _pieces(step["weights"]),
+                "logits": tuple(piece(item) for item in step["logits"]),
+                "gradients": pieces(step["gradients"]),
+                "weights": pieces(step["weights"]),
+                "collectives": None if step["collectives"] is None else tuple(step["collectives"]),
             }
         )
         for step in raw["steps"]
+    ]
+    return RankObservation(
+        **{
+            **raw,
+            "steps": tuple(steps),
+            "lifecycle": tuple(Lifecycle(**event) for event in raw["lifecycle"]),
+            "census": tuple(raw["census"]),
+            "notes": tuple(raw["notes"]),
+            "initial": pieces(raw["initial"]),
+        }
     )
-    lifecycle = tuple(Lifecycle(**event) for event in raw["lifecycle"])
-    return RankObservation(**{**raw, "steps": steps, "lifecycle": lifecycle, "initial": _pieces(raw["initial"])})
-
-
-def _pieces(raw: Mapping[str, dict[str, Any]]) -> dict[str, Piece]:
-    return {name: Piece(**piece) for name, piece in raw.items()}
 
 
 @dataclass(frozen=True)

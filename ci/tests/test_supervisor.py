@@ -88,7 +88,7 @@ def test_records_of_a_run_with_patch_and_fault_can_be_run_again(tmp_path):
         assert record.fault == fault
         assert record.patch.startswith("misbehave.py sha256:")
         assert record.rerun == f"tiebench run --case {CLEAN.id} --patch {MISBEHAVE} --fault {fault}"
-        assert list((tmp_path / "run" / "observations").rglob("*.pt")), "observations of a bug are not kept"
+        assert list((tmp_path / "run" / "observations").rglob("*.safetensors")), "observations of a bug are not kept"
     assert read_run(tmp_path / "run").end.exit_code == 1
 
 

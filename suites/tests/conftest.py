@@ -27,7 +27,7 @@ def _rank(rank: int, world: int, folder: str, jobs: Sequence[Job]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     for number, (case, fault) in enumerate(jobs):
         with faults.apply(fault) if fault else contextlib.nullcontext():
-            run_rank(Case.parse(case), torch.device("cpu")).save(Path(folder) / f"{number}.{rank}.pt")
+            run_rank(Case.parse(case), torch.device("cpu")).save(Path(folder) / f"{number}.{rank}.safetensors")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -44,7 +44,7 @@ def run_jobs(tmp_path_factory: pytest.TempPathFactory) -> RunJobs:
             folder = tmp_path_factory.mktemp(f"ranks{world}")
             mp.start_processes(_rank, (world, str(folder), mine), nprocs=world, start_method="fork")
             for number, job in enumerate(mine):
-                found[job] = [RankObservation.load(folder / f"{number}.{rank}.pt") for rank in range(world)]
+                found[job] = [RankObservation.load(folder / f"{number}.{rank}.safetensors") for rank in range(world)]
         return [found[job] for job in jobs]
 
     return run

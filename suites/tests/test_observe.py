@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from suites.observe import ObservationError, Piece, RankObservation, assemble, bitwise_equal
 
@@ -86,13 +87,30 @@ class Attack:
 
 def test_a_file_with_code_in_it_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("TIEBENCH_ATTACK", str(tmp_path / "owned"))
-    bad = tmp_path / "rank0.pt"
+    bad = tmp_path / "rank0.safetensors"
     bad.write_bytes(pickle.dumps(Attack(), protocol=2))
-    with pytest.raises(ObservationError, match=r"rank0\.pt cannot be read"):
+    with pytest.raises(ObservationError, match=r"rank0\.safetensors cannot be read"):
         RankObservation.load(bad)
     torch.save({"steps": [], "x": Attack()}, bad)
     with pytest.raises(ObservationError):
         RankObservation.load(bad)
     assert not (tmp_path / "owned").exists()
+
+
+def test_missing_torn_and_foreign_files_are_errors(tmp_path, run_jobs):
     with pytest.raises(ObservationError):
-        RankObservation.load(tmp_path / "missing.pt")
+        RankObservation.load(tmp_path / "missing.safetensors")
+    good = tmp_path / "good.safetensors"
+    run_jobs([("handwritten:tie=tied,head=row,zero=2,hidden=35", None)])[0][0].save(good)
+    assert RankObservation.load(good).rank == 0
+    data = good.read_bytes()
+    for cut in (0, 7, 100, len(data) // 2, len(data) - 1):
+        torn = tmp_path / "torn.safetensors"
+        torn.write_bytes(data[:cut])
+        with pytest.raises(ObservationError):
+            RankObservation.load(torn)
+    other = tmp_path / "other.safetensors"
+    for metadata in (None, {"observation": "{}"}, {"observation": "no JSON"}, {"observation": '{"steps": [{}]}'}):
+        save_file({"0": torch.zeros(1)}, other, metadata=metadata)
+        with pytest.raises(ObservationError):
+            RankObservation.load(other)
