@@ -1,7 +1,7 @@
 """Observations: what one rank saw of one case, and how full tensors are assembled from the ranks' pieces.
 
-A rank writes plain values and tensors only (`RankObservation.save`, in the safetensors format). The full tensors are put
-together here, from local shapes and offsets, never by a framework's own gather (rule 3 of the design).
+A rank writes plain values and tensors only (`RankObservation.save`, in the safetensors format). The full tensors are
+put together here, from local shapes and offsets, never by a framework's own gather (rule 3 of the design).
 """
 
 from __future__ import annotations
