@@ -263,6 +263,10 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.batch * c.sequence < 4 * c.tp + 8,
         "too few tokens in a micro-batch to reach every shard's first and last row",
     ),
+    Rule(
+        lambda c: not 1e-3 <= c.embedding_scale <= 1e3,
+        "an embedding_scale outside 0.001 to 1000 leaves one part of the model below the rounding of the other",
+    ),
     Rule(lambda c: not c.tied and c.tie_when != "construction", "an untied model never makes a tie"),
     Rule(
         lambda c: not c.tied and c.embedding_spec != "none",

@@ -387,6 +387,22 @@ def _local_step(self: hw.ZeroStage0) -> float:
     return norm
 
 
+@_fault(30, "ZeRO 2 was asked for and plain data parallelism runs", "handwritten:head=row,dp=2,zero=2", "layout")
+def zero_fallback() -> list[Replacement]:  # noqa: D103
+    return [(hw, "ZeroPartitioned", hw.ZeroStage0)]
+
+
+@_fault(30, "ZeRO 2 was asked for and ZeRO 1 runs", "handwritten:head=row,dp=2,zero=2", "layout")
+def zero_1_for_2() -> list[Replacement]:  # noqa: D103
+    original = hw.ZeroPartitioned.reduce
+
+    def broken(self: hw.ZeroPartitioned) -> None:
+        self.case = self.case.but(zero=1)
+        original(self)
+
+    return [(hw.ZeroPartitioned, "reduce", broken)]
+
+
 @_fault(30, "one parameter's gradient is not reported", ROW, "complete")
 def missing_gradient() -> list[Replacement]:  # noqa: D103
     original = hw.HandwrittenTrainer.gradients

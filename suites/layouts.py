@@ -37,6 +37,11 @@ def expected_logits_dim(case: Case) -> int | None:
     return 2 if case.head == "vocab" and case.tp > 1 else None
 
 
+def reports_norm(case: Case) -> bool:
+    """Whether the path reports a gradient norm: DeepSpeed has none without ZeRO in fp32."""
+    return not (case.path == "deepspeed" and case.zero == 0)
+
+
 def layout_note(case: Case) -> str:
     """What people must know of a case whose layout is not what its name suggests; empty for most."""
     if case.path == "deepspeed" and case.tied and case.head == "gathered" and case.tp > 1:

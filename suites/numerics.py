@@ -37,7 +37,8 @@ class Deviation:
         predicted: root mean square of the predicted error over that of the reference.
         row: index of the row with the worst error.
         rows_wrong: share of rows whose error is above the row limit.
-        sees: smallest relative error of the whole tensor that would have been flagged.
+        sees: smallest relative error of the whole tensor that would have been flagged; infinite where the reference is
+            zero or not finite.
     """
 
     name: str
@@ -61,6 +62,7 @@ def deviation(name: str, run: Tensor, reference: Tensor, noise: Tensor, u: float
     run, reference = _rows(run), _rows(reference)
     error = run - reference
     finite = bool(torch.isfinite(run).all())
+    told = bool(torch.isfinite(reference).all() and torch.isfinite(samples).all())
     scale = _rms(reference)
     sigma = max(_rms(samples), 0.5 * u * scale, torch.finfo(torch.float64).tiny)
     row_error, row_scale = error.square().mean(1).sqrt(), reference.square().mean(1).sqrt()
@@ -88,7 +90,7 @@ def deviation(name: str, run: Tensor, reference: Tensor, noise: Tensor, u: float
         predicted=sigma / scale if scale else 0.0,
         row=int((row_error / sigma_row).nan_to_num(math.inf).argmax()),
         rows_wrong=float(wrong.double().mean()) if finite else 1.0,
-        sees=LIMITS["tensor"] * sigma / scale if scale else 0.0,
+        sees=LIMITS["tensor"] * sigma / scale if scale and told else math.inf,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,8 @@ class RankObservation:
         layout: per parameter, class of the live module that holds it.
         census: name of each parameter that the optimizer updates, once per mention; ``?shape`` for a stranger.
         initial: weights before the first step.
-        peak_memory_bytes: resident-set peak on CPU, allocator peak on CUDA.
+        peak_memory_bytes: resident-set peak on CPU, allocator peak on CUDA; of this case alone.
+        zero_stage: ZeRO stage that ran, read off the live optimizer.
     """
 
     rank: int
@@ -106,7 +107,7 @@ class RankObservation:
     initial: Mapping[str, Piece]
     steps: tuple[StepObservation, ...]
     peak_memory_bytes: int
-    notes: tuple[str, ...] = field(default=())
+    zero_stage: int
 
     def save(self, path: Path) -> None:
         """Write to `path` in the safetensors format: the tensors, and all else as JSON beside them."""
@@ -168,7 +169,6 @@ def _rank(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RankObservat
             "steps": tuple(steps),
             "lifecycle": tuple(Lifecycle(**event) for event in raw["lifecycle"]),
             "census": tuple(raw["census"]),
-            "notes": tuple(raw["notes"]),
             "initial": pieces(raw["initial"]),
         }
     )
@@ -182,6 +182,7 @@ class Assembled:
         value: the full tensor, on CPU, in the precision that the ranks hold it in.
         dim: dimension over which the tensor-parallel shards lie side by side, None when every rank holds all of it.
         sizes: extent of each tensor-parallel shard along `dim`.
+        partitioned: no element stands on two data-parallel ranks (None where there is one such rank only).
         replicas_equal: all copies of one and the same element, on any rank, are bitwise equal.
         disagreement: which ranks disagree and by how much; empty when they agree.
     """
@@ -189,6 +190,7 @@ class Assembled:
     value: Tensor
     dim: int | None
     sizes: tuple[int, ...]
+    partitioned: bool | None
     replicas_equal: bool
     disagreement: str = ""
 
@@ -214,6 +216,8 @@ def assemble(
                 f"{name}: {len(mine)} of {dp} data-parallel pieces on tensor-parallel rank {tp_rank}"
             )
         shards.append(_cover(name, tp_rank, mine, disagreements))
+    held = sum(piece.data.numel() for piece in pieces.values())
+    partitioned = held == sum(shard.numel() for shard in shards) if dp > 1 else None
     shape = tuple(full_shape)
     if all(tuple(s.shape) == shape for s in shards):
         for tp_rank, shard in enumerate(shards[1:], 1):
@@ -221,7 +225,7 @@ def assemble(
                 disagreements.append(
                     f"{name}: tensor-parallel rank {tp_rank} differs from rank 0 by {_gap(shard, shards[0])}"
                 )
-        return Assembled(shards[0], None, (), not disagreements, "; ".join(disagreements))
+        return Assembled(shards[0], None, (), partitioned, not disagreements, "; ".join(disagreements))
     dims = [d for d in range(len(shape)) if sum(s.shape[d] for s in shards if s.dim() == len(shape)) == shape[d]]
     fits = [d for d in dims if all(_fits(s, shape, d) for s in shards)]
     if not fits:
@@ -229,7 +233,7 @@ def assemble(
         raise ObservationError(f"{name}: local shapes {shown} do not add up to {shape}")
     dim = fits[0]
     sizes = tuple(s.shape[dim] for s in shards)
-    return Assembled(torch.cat(shards, dim), dim, sizes, not disagreements, "; ".join(disagreements))
+    return Assembled(torch.cat(shards, dim), dim, sizes, partitioned, not disagreements, "; ".join(disagreements))
 
 
 def _cover(name: str, tp_rank: int, mine: Mapping[int, Piece], disagreements: list[str]) -> Tensor:

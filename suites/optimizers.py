@@ -42,13 +42,17 @@ def clip_coefficient(norm: float, clip: float) -> float:
 
 @dataclass
 class Replay:
-    """Moments of one parameter in fp64, rebuilt from the run's own gradients."""
+    """Moments of one parameter in fp64, rebuilt from the run's own gradients.
+
+    `lost` bounds, element by element and in unit roundoffs, what rounding has added to the momentum.
+    """
 
     name: str
     settings: Mapping[str, Any]
     first: Tensor | None = None
     second: Tensor | None = None
     count: int = 0
+    lost: Tensor | float = 0.0
 
     def step(self, weight: Tensor, gradient: Tensor) -> Tensor:
         """Weight after one step from `weight` with (clipped) `gradient`; all fp64."""
@@ -57,6 +61,8 @@ class Replay:
         if self.name == "sgd":
             return weight - s["lr"] * g
         if self.name == "momentum":
+            kept = 0.0 if self.first is None else s["momentum"] * (self.lost + self.first.abs())
+            self.lost = kept + g.abs()
             self.first = g.clone() if self.first is None else s["momentum"] * self.first + g
             return weight - s["lr"] * self.first
         beta1, beta2 = s["betas"]
@@ -66,6 +72,18 @@ class Replay:
         scale = (self.second / (1 - beta2**self.count)).sqrt() + s["eps"]
         decayed = weight * (1 - s["lr"] * s["weight_decay"]) if self.name == "adamw" else weight
         return decayed - s["lr"] * mean / scale
+
+    def roundings(self, before: Tensor, after: Tensor) -> Tensor:
+        """Size of the rounding of the step just taken, element by element, in unit roundoffs; fp64.
+
+        Of the stored weight and of the update; and of the momentum, whose terms may cancel while their roundings, also
+        those of earlier steps, stay. Adaptive optimizers divide by a root of the second moment: a full-sized update.
+        """
+        rate = self.settings["lr"]
+        size = after.abs() + (after - before).abs()
+        if self.name == "momentum":
+            return size + rate * self.lost
+        return size + (rate if self.name.startswith("adam") else 0.0)
 
 
 def replay(case: Case) -> Replay:

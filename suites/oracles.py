@@ -34,6 +34,8 @@ from suites.observe import (
 )
 from suites.reference import Evaluation, ReferenceCache, digest_of
 
+# Relative error that must be visible for a clean result to mean anything: of a tensor; of the largest update (replay).
+BLIND = {False: 0.1, True: 0.5}
 NOISE_SAMPLES = 3  # one alone is at times too lucky: its noise in one small tensor a quarter of what is usual
 
 
@@ -49,6 +51,7 @@ class Finding:
         limit: largest deviation that is still rounding, in `unit`.
         unit: what both are measured in.
         step: first step that shows it, from 1; 0 where it holds for the whole run.
+        blind: why a clean result would mean nothing; empty when it does mean something.
     """
 
     oracle: str
@@ -58,6 +61,7 @@ class Finding:
     limit: float | None = None
     unit: str | None = None
     step: int = 0
+    blind: str = ""
 
 
 class Evidence:
@@ -188,6 +192,14 @@ def complete(e: Evidence) -> Finding:
     for place, rank in e.ranks.items():
         if len(rank.steps) != e.case.steps:
             problems.append(f"rank {rank.rank} {place} reported {len(rank.steps)} of {e.case.steps} steps")
+        for number, step in enumerate(rank.steps, 1):
+            counts = (len(step.loss), len(step.logits))
+            if counts != (e.case.accumulate,) * 2:
+                problems.append(f"rank {rank.rank} step {number}: {counts[0]} losses and {counts[1]} logits")
+            if not (math.isfinite(step.seconds) and step.seconds > 0):
+                problems.append(f"rank {rank.rank} step {number} took {step.seconds} seconds")
+            if step.gradient_norm is None and layouts.reports_norm(e.case):
+                problems.append(f"rank {rank.rank} step {number} reports no gradient norm")
     problems += e.gaps
     more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
     good = f"{e.case.world_size} ranks, {e.case.steps} steps, {len(parameter_shapes(e.case))} parameters, no gap"
@@ -231,26 +243,48 @@ def broken_tie(case: Case, rank: int, lifecycle: Sequence[Lifecycle]) -> Finding
 
 
 def layout(e: Evidence) -> Finding:
-    """What was asked for is what ran: sharded dimensions read off the live local shapes, no shard empty."""
+    """What was asked for is what ran, read off the live run.
+
+    Sharded dimensions and precision of every weight before the first and after each step, no shard empty; the logits'
+    sharding; the ZeRO stage, and that gradients and weights are partitioned over data-parallel ranks as it says.
+    """
     wanted = layouts.expected_layout(e.case)
     classes = e.ranks[min(e.ranks)].layout
-    for name, whole in e.initial.items():
-        if whole.dim != wanted[name]:
-            return Finding(
-                "layout",
-                True,
-                f"{name} ({classes.get(name, '?')}) is {_cut(whole.dim)} and should be {_cut(wanted[name])}",
-            )
-        if whole.dim is not None and min(whole.sizes) == 0:
-            return Finding("layout", True, f"{name} has an empty shard: sizes {list(whole.sizes)}")
+    for step, wholes in enumerate([e.initial, *e.weights]):
+        for name, whole in wholes.items():
+            text = ""
+            if whole.dim != wanted[name]:
+                text = f"({classes.get(name, '?')}) is {_cut(whole.dim)} and should be {_cut(wanted[name])}"
+            elif whole.dim is not None and min(whole.sizes) == 0:
+                text = f"has an empty shard: sizes {list(whole.sizes)}"
+            elif whole.value.dtype != e.dtype:
+                text = f"is {whole.value.dtype}, the case asks for {e.dtype}"
+            elif whole.partitioned not in (None, e.case.zero == 3):
+                text = f"is {_parted(whole)}, which is not ZeRO {e.case.zero}"
+            if text:
+                return Finding("layout", True, f"{name} {text}" + (f" (after step {step})" if step else ""), step=step)
+    for step, gradients in enumerate(e.gradients, 1):
+        for name, whole in gradients.items():
+            if whole.partitioned not in (None, e.case.zero > 0):
+                text = f"the gradient of {name} is {_parted(whole)}, which is not ZeRO {e.case.zero}"
+                return Finding("layout", True, text, step=step)
+    for rank in e.ranks.values():
+        if rank.zero_stage != e.case.zero:
+            text = f"rank {rank.rank} runs ZeRO {rank.zero_stage}, the case asks for ZeRO {e.case.zero}"
+            return Finding("layout", True, text)
     for logits in (whole for step in e.logits for whole in step.values()):
         if logits.dim != layouts.expected_logits_dim(e.case):
             should = _cut(layouts.expected_logits_dim(e.case))
             return Finding("layout", True, f"logits are {_cut(logits.dim)} and should be {should}")
     sizes = {name: "/".join(map(str, e.initial[name].sizes)) for name in (EMBEDDING, HEAD) if name in e.initial}
     shown = ", ".join(f"{classes.get(n, '?')} {n} {_cut(e.initial[n].dim)} {sizes[n]}".strip() for n in sizes)
+    shown += f", ZeRO {e.case.zero}"
     note = layouts.layout_note(e.case)
     return Finding("layout", False, f"{shown}; {note}" if note else shown)
+
+
+def _parted(whole: Assembled) -> str:
+    return "partitioned over data-parallel ranks" if whole.partitioned else "whole on every data-parallel rank"
 
 
 def _cut(dim: int | None) -> str:
@@ -334,24 +368,29 @@ def census(e: Evidence) -> Finding:
 def _worst(oracle: str, found: Sequence[tuple[int, Deviation]], extra: str = "") -> Finding:
     """Finding of a numeric oracle from all its deviations, each with its step (from 0)."""
     if not found:
-        return Finding(oracle, False, "nothing to compare")
-    flagged = [item for item in found if item[1].score > 1]
+        return Finding(oracle, False, "nothing to compare", blind="nothing to compare")
+    flagged = [item for item in found if not item[1].score <= 1]  # not finite: flagged
     earliest = min((step for step, _ in flagged), default=0)  # later steps follow from the first
     first = [item for item in flagged if item[0] == earliest]
     step, worst = max(first or found, key=lambda item: item[1].score)
     limit = LIMITS[worst.scope]
-    sees = max(d.sees for _, d in found)
+    dullest_step, dullest = max(found, key=lambda item: item[1].sees)
+    blind = ""
+    if not dullest.sees <= BLIND[worst.scope == "replay"]:
+        blind = f"cannot see errors below {dullest.sees:.0e} of {dullest.name} (step {dullest_step + 1})"
     where = f"{worst.name} step {step + 1}"
-    if worst.score > 1:
+    if flagged:
         rows = f", {worst.rows_wrong:.0%} of rows wrong, worst row {worst.row}" if worst.rows_wrong else ""
         text = (
             f"{where}: relative error {worst.relative:.2g} where rounding gives {worst.predicted:.2g} "
             f"({worst.scope} {_sigmas(worst.sigmas)} sigma, limit {limit:g}){rows}{extra}"
         )
     else:
-        seen = f"sees errors above {sees:.0e} of a tensor"
+        unit = "the largest update" if worst.scope == "replay" else "a tensor"
+        seen = f"sees errors above {dullest.sees:.0e} of {unit}"
         text = f"worst {worst.sigmas:.2g} of {limit:g} sigma ({worst.scope}, {where}); {seen}"
-    return Finding(oracle, worst.score > 1, text, worst.sigmas, limit, f"sigma ({worst.scope})", step + 1)
+    unit = f"sigma ({worst.scope})"
+    return Finding(oracle, bool(flagged), text, worst.sigmas, limit, unit, step + 1, blind)
 
 
 def _sigmas(value: float) -> str:
@@ -475,7 +514,9 @@ def update(e: Evidence) -> Finding:
         own = e.gradients[step]
         once = [n for n in own if not (e.case.tied and n == HEAD and EMBEDDING in own)]
         norm = math.sqrt(sum(float(own[n].value.double().square().sum()) for n in once))
-        coefficient = optimizers.clip_coefficient(norm, e.case.clip)
+        # The norm is judged by an oracle of its own; here, that the run clips by the norm that it reports.
+        norms = (rank.steps[step].gradient_norm for rank in e.ranks.values() if step < len(rank.steps))
+        coefficient = optimizers.clip_coefficient(min((n for n in norms if n is not None), default=norm), e.case.clip)
         for name, after in e.weights[step].items():
             before = e.before(step).get(name)
             if before is None:
@@ -486,33 +527,31 @@ def update(e: Evidence) -> Finding:
                 continue
             if name in own:
                 expected = replays[name].step(before.value.double(), own[name].value.double() * coefficient)
-                found.append((step, _replayed(name, before.value, after.value, expected, e)))
+                roundings = replays[name].roundings(before.value.double(), expected)
+                found.append((step, _replayed(name, before.value, after.value, expected, e.u * roundings)))
     return _worst("update", found)
 
 
-def _replayed(name: str, before: Tensor, after: Tensor, expected: Tensor, e: Evidence) -> Deviation:
-    moved = expected - before.double()
-    rate = optimizers.SETTINGS[e.case.optimizer]["lr"]
-    # Rounding of the stored weight, of the update, and (adaptive: divided by a root of moments) of a full-sized one.
-    adaptive = rate if e.case.optimizer.startswith("adam") else 0.0
-    sigma = e.u * (expected.abs() + moved.abs() + adaptive) + torch.finfo(torch.float64).tiny
+def _replayed(name: str, before: Tensor, after: Tensor, expected: Tensor, sigma: Tensor) -> Deviation:
+    """Deviation of the weight `after` a step from the replay's, in units of the update's own rounding `sigma`."""
+    moved = (expected - before.double()).abs()
+    sigma = sigma + torch.finfo(torch.float64).tiny
     error = after.double() - expected
-    sigmas = error.abs() / sigma
     finite = bool(torch.isfinite(after).all())
-    rows = sigmas.reshape(sigmas.shape[0], -1).amax(1)
+    rows = (error.abs() / sigma).reshape(error.shape[0], -1).amax(1)
     worst = float(rows.max()) if finite else math.inf
     scale = float(moved.square().mean().sqrt()) or 1.0
-    predicted = float(sigma.square().mean().sqrt()) / scale
+    clearest = float((moved / sigma).max())
     return Deviation(
         name=f"update of {name}",
         score=worst / LIMITS["replay"],
         scope="replay",
         sigmas=worst,
         relative=float(error.square().mean().sqrt()) / scale if finite else math.inf,
-        predicted=predicted,
+        predicted=float(sigma.square().mean().sqrt()) / scale,
         row=int(rows.nan_to_num(math.inf).argmax()),
         rows_wrong=float((rows > LIMITS["replay"]).double().mean()) if finite else 1.0,
-        sees=LIMITS["replay"] * predicted,
+        sees=LIMITS["replay"] / clearest if clearest else math.inf,
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import resource
+import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,8 +69,7 @@ def run_rank(
     def notice(event: str, embedding: Tensor, head: Tensor) -> None:
         lifecycle.append(Lifecycle(event, embedding is head, same_storage(embedding, head)))
 
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    reset_peak_memory(device)
     progress("build")
     trainer = paths.load(case.path)(case, device, notice)
     try:
@@ -90,6 +90,7 @@ def run_rank(
             initial=initial,
             steps=tuple(steps),
             peak_memory_bytes=peak_memory(device),
+            zero_stage=trainer.zero_stage(),
         )
     finally:
         progress("close")
@@ -132,11 +133,23 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin anew to look for the peak of `peak_memory`: ranks are kept alive over many cases."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError, AttributeError):  # give back what the last case freed and malloc kept (glibc)
+        ctypes.CDLL(None).malloc_trim(0)
+    with contextlib.suppress(OSError):  # where the kernel does not offer it, the peak is that of the process's life
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes of this rank: the allocator's since the case began on CUDA, the process's resident set on CPU."""
+    """Peak bytes of this rank since `reset_peak_memory`: the allocator's on CUDA, the resident set on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:

@@ -51,12 +51,15 @@ def judge(case: Case, ranks: Sequence[RankObservation], cache: ReferenceCache | 
     flagged = [f for f in findings if f.flagged]
     measured = [f for f in findings if f.error is not None and f.limit]
     tightest = max(measured, key=lambda f: f.error / f.limit, default=None)  # type: ignore[operator]
-    verdict = _verdict(case, evidence, flagged, numeric)
+    blind = [f"{f.oracle} {f.blind}" for f in findings if f.blind]
+    verdict = _verdict(case, evidence, flagged, numeric, bool(blind))
     if flagged:
         text = _explain(flagged)
         if verdict == "inconclusive":
             text += f"; within {DECISIVE:g} times the limit, so one precision alone cannot tell"
             text += _second_opinion(case)
+    elif blind:
+        text = "blind: " + "; ".join(blind)
     else:
         text = f"{tightest.oracle}: {tightest.evidence}" if tightest else "nothing was measured"
         notes = [f.evidence.split("; ", 1)[1] for f in findings if f.oracle == "layout" and "; " in f.evidence]
@@ -89,14 +92,17 @@ def _ask(oracle: Oracle, evidence: Evidence) -> Finding:
         return Finding(oracle.name, True, text)
 
 
-def _verdict(case: Case, evidence: Evidence, flagged: Sequence[Finding], numeric: set[str]) -> str:
+def _verdict(case: Case, evidence: Evidence, flagged: Sequence[Finding], numeric: set[str], blind: bool) -> str:
     if any(f.evidence.startswith("oracle failed") for f in flagged):
         return "inconclusive"
     if not flagged:
-        if not any(evidence.exact):
+        if blind or not any(evidence.exact):
             return "inconclusive"
         return "exact" if _bitwise(case, evidence) else "rounding"
-    decided = any(f.oracle not in numeric or f.error is None or f.error > DECISIVE * (f.limit or 0) for f in flagged)
+    # "not <=": an error that is no number decides too.
+    decided = any(
+        f.oracle not in numeric or f.error is None or not f.error <= DECISIVE * (f.limit or 0) for f in flagged
+    )
     return "bug" if decided else "inconclusive"
 
 

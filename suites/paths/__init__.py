@@ -61,6 +61,10 @@ class Trainer(Protocol):
         """Every parameter object that the optimizer was given, once per mention."""
         ...
 
+    def zero_stage(self) -> int:
+        """ZeRO stage that runs, read off the live optimizer (its class, its switches, what it did), not the case."""
+        ...
+
     def close(self) -> None:
         """Give back what the next case in this process must not inherit."""
         ...

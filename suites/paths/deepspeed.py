@@ -40,6 +40,8 @@ import deepspeed.ops
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 
 # What DeepSpeed remembers of its process groups; a second engine in the process would silently reuse another case's.
@@ -200,6 +202,15 @@ class DeepSpeedTrainer:
             if hasattr(optimizer, attribute):
                 return [p for group in getattr(optimizer, attribute) for p in group]
         return [p for group in optimizer.param_groups for p in group["params"]]
+
+    def zero_stage(self) -> int:
+        """By the class of the live optimizer, and whether it partitions gradients."""
+        optimizer = self.engine.optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            return 3
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
+            return 2 if optimizer.partition_gradients else 1
+        return 0
 
     def close(self) -> None:
         """Destroy engine and process groups: neither hooks nor groups nor memory pass on to the next case."""

@@ -357,6 +357,8 @@ def squared_norm(parameter: Tensor, gradient: Tensor, mesh: Mesh) -> Tensor:
 class ZeroStage0:
     """Plain data parallelism: gradients all-reduced to their mean, the whole optimizer on every rank."""
 
+    stage = 0
+
     def __init__(self, parameters: Mapping[str, nn.Parameter], case: Case, mesh: Mesh):
         self.parameters, self.case, self.mesh = parameters, case, mesh
         self.optimizer = optimizers.make(case, parameters.values())
@@ -398,6 +400,7 @@ class ZeroPartitioned:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], case: Case, mesh: Mesh):
         self.parameters, self.case, self.mesh = parameters, case, mesh
+        self.stage = -1  # until gradients were reduced
         self.offsets: dict[str, int] = {}
         end = 0
         for name, parameter in parameters.items():
@@ -418,9 +421,11 @@ class ZeroPartitioned:
         flat = self._flatten([zeros_for_none(p) for p in self.parameters.values()])
         if self.case.zero == 1:
             total = all_reduce(flat, self.mesh.dp_group)[self.start : self.start + self.part].clone()
+            self.stage = 1
         else:
             total = torch.empty_like(self.own)
             dist.reduce_scatter_single(total, flat, group=self.mesh.dp_group)
+            self.stage = 2
         self.own.grad = total / self.mesh.dp
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -526,6 +531,10 @@ class HandwrittenTrainer:
         if isinstance(self.data_parallel, ZeroPartitioned):
             return list(self.data_parallel.parameters.values())
         return [p for group in self.data_parallel.optimizer.param_groups for p in group["params"]]
+
+    def zero_stage(self) -> int:
+        """0, or by how the partitioned optimizer reduced its gradients: 1 all-reduce, 2 reduce-scatter."""
+        return self.data_parallel.stage
 
     def close(self) -> None:
         """Destroy the groups."""

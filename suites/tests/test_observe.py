@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from suites.cases import Case
 from suites.observe import ObservationError, Piece, RankObservation, assemble, bitwise_equal
 
 FULL = torch.arange(12 * 5, dtype=torch.float32).reshape(12, 5)
@@ -78,6 +79,12 @@ def test_observations_come_back_from_a_file(run_jobs):
     assert ranks[0].steps[1].collectives is None
     assert all(step.seconds > 0 for step in ranks[0].steps)
     assert ranks[0].peak_memory_bytes > 1e7
+
+
+def test_peak_memory_is_that_of_the_case(run_jobs):
+    large, small = "handwritten:tie=tied,head=row,zero=0,tp=1,vocab=60000,hidden=64", "handwritten:tp=1,head=row"
+    peaks = [ranks[0].peak_memory_bytes for ranks in run_jobs([(large, None), (Case.parse(small).id, None)])]
+    assert peaks[1] < peaks[0] - 20e6
 
 
 class Attack:

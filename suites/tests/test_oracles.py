@@ -30,6 +30,9 @@ NULL = [
     *product("handwritten", tp=1, head=HEADS, tie=TIES),
     *product("handwritten", tp=1, dp=2, zero=[0, 2], head="row"),
     *product("handwritten", seed=[1, 2, 3], head=SHARDED, hidden=35, vocab=67),
+    *product(
+        "handwritten", optimizer=["momentum", "adam"], hidden=256, layers=4, steps=5
+    ),  # more elements, more chances
 ]
 CATCHABLE = [fault for fault in FAULTS.values() if "hang" not in fault.caught_by]
 
@@ -127,6 +130,40 @@ def test_lost_ranks_steps_and_places_are_bugs(row_run):
     assert (found.verdict, "2 of 3 steps" in found.evidence) == ("bug", True)
     twice = [row_run[0], dataclasses.replace(row_run[0], rank=1)]
     assert "same place" in judge(CASE, twice).evidence
+
+
+def test_a_run_that_could_not_show_a_missing_update_is_not_green(run_jobs):
+    case = Case("handwritten", clip=1e-9)
+    found = judge(case, run_jobs([(case.id, None)])[0])
+    assert found.verdict == "inconclusive"
+    assert "blind: update cannot see" in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"loss": ()}, "0 losses and 1 logits"),
+        ({"logits": ()}, "1 losses and 0 logits"),
+        ({"seconds": float("nan")}, "took nan seconds"),
+        ({"gradient_norm": None}, "reports no gradient norm"),
+        ({"gradient_norm": float("nan")}, "not finite"),
+        ({"loss": (float("nan"),)}, "not finite"),
+    ],
+)
+def test_incomplete_observations_are_bugs(row_run, change, text):
+    ranks = [dataclasses.replace(r, steps=(*r.steps[:2], dataclasses.replace(r.steps[2], **change))) for r in row_run]
+    found = judge(CASE, ranks)
+    assert found.verdict == "bug"
+    assert text in found.evidence
+
+
+def test_a_reference_that_is_no_number_makes_no_green():
+    zero = torch.zeros(4, 4)
+    u = numerics.unit_roundoff(torch.float32)
+    assert numerics.deviation("w", zero, zero, torch.stack([zero]), u).sees == float("inf")
+    nan = torch.full((1, 4, 4), float("nan"))
+    found = numerics.deviation("w", zero + 1, zero.double() + 1, nan, u)
+    assert found.sees == float("inf")
 
 
 def test_exact_where_nothing_is_sharded(run_jobs):
