@@ -381,6 +381,11 @@ def _worst(oracle: str, found: Sequence[tuple[int, Deviation]], extra: str = "")
     where = f"{worst.name} step {step + 1}"
     if flagged:
         rows = f", {worst.rows_wrong:.0%} of rows wrong, worst row {worst.row}" if worst.rows_wrong else ""
+        there = [deviation.name for at, deviation in found if at == earliest]
+        right = [name for name in there if name not in {deviation.name for _, deviation in first}]
+        if len(there) > 2:
+            rows += f"; {len(first)} of {len(there)} wrong in that step"
+            rows += f", all but {', '.join(right)}" if 0 < len(right) <= 2 else ""
         text = (
             f"{where}: relative error {worst.relative:.2g} where rounding gives {worst.predicted:.2g} "
             f"({worst.scope} {_sigmas(worst.sigmas)} sigma, limit {limit:g}){rows}{extra}"
@@ -416,7 +421,7 @@ def loss(e: Evidence) -> Finding:
                 continue
             for i, (dp, micro) in enumerate(keys):
                 if dp == dp_rank and micro < len(rank.steps[step].loss):
-                    run, name = rank.steps[step].loss[micro], f"loss of micro-batch {micro}"
+                    run, name = rank.steps[step].loss[micro], f"micro-batch {micro}"
                     found.append((step, _scalar(name, run, float(reference[i]), sigma)))
     return _worst("loss", found)
 
@@ -455,7 +460,7 @@ def logits(e: Evidence) -> Finding:
         for key, whole in e.logits[step].items():
             reference = exact.logits[key]
             noise = e.noise(step, reference, _logits_of(key))
-            found.append((step, deviation(f"logits of micro-batch {key[1]}", whole.value, reference, noise, e.u)))
+            found.append((step, deviation(f"micro-batch {key[1]}", whole.value, reference, noise, e.u)))
     return _worst("logits", found)
 
 
@@ -499,7 +504,7 @@ def gradient_norm(e: Evidence) -> Finding:
         for rank in e.ranks.values():
             norm = rank.steps[step].gradient_norm if step < len(rank.steps) else None
             if norm is not None:
-                found.append((step, _scalar("gradient norm", norm, reference, sigma)))
+                found.append((step, _scalar("global norm", norm, reference, sigma)))
     return _worst("gradient_norm", found) if found else Finding("gradient_norm", False, "the path reports none")
 
 

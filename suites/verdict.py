@@ -61,7 +61,7 @@ def judge(case: Case, ranks: Sequence[RankObservation], cache: ReferenceCache | 
     elif blind:
         text = "blind: " + "; ".join(blind)
     else:
-        text = f"{tightest.oracle}: {tightest.evidence}" if tightest else "nothing was measured"
+        text = _named(tightest) if tightest else "nothing was measured"
         notes = [f.evidence.split("; ", 1)[1] for f in findings if f.oracle == "layout" and "; " in f.evidence]
         text = "; ".join([text, *notes])
     return Judgement(
@@ -78,9 +78,15 @@ def judge(case: Case, ranks: Sequence[RankObservation], cache: ReferenceCache | 
 def _explain(flagged: Sequence[Finding]) -> str:
     """The findings that explain most, first: what holds for the whole run, then step by step; the rest by name."""
     ordered = sorted(flagged, key=lambda f: (f.step, EXPLAINS.index(f.oracle)))
-    text = "; ".join(f"{f.oracle}: {f.evidence}" for f in ordered[:SHOWN])
+    text = "; ".join(_named(f) for f in ordered[:SHOWN])
     rest = ", ".join(f.oracle for f in ordered[SHOWN:])
     return f"{text}; also flagged by {rest}" if rest else text
+
+
+def _named(finding: Finding) -> str:
+    """Evidence after the oracle's name, unless it begins with it."""
+    named = finding.evidence.startswith(finding.oracle)
+    return finding.evidence if named else f"{finding.oracle}: {finding.evidence}"
 
 
 def _ask(oracle: Oracle, evidence: Evidence) -> Finding:
