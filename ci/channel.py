@@ -15,6 +15,7 @@ import msgspec
 LONGEST_LINE = 16 * 2**20  # a longer line is no message of ours
 CONTROL = "TIEBENCH_CONTROL"  # host:port of the supervisor
 TOKEN = "TIEBENCH_TOKEN"  # proves that a rank was started for this set
+CHECK_BUILD = "check the target"  # phase in which a rank makes sure of what it has imported
 DIE_WITH_PARENT = "TIEBENCH_DIE_WITH_PARENT"  # pid of the supervisor, when the kernel should take the rank down with it
 
 
@@ -84,6 +85,7 @@ class Setup(Message, frozen=True, tag="setup"):
         log: file that stdout and stderr go to; stacks: file for stacks on SIGUSR1.
         timeout: seconds that a collective may take before the framework itself gives up.
         target: directory to put first on the import path, or None.
+        build: package and version that is under test, or None: what is imported must be it.
         patch: source of the user's patch and the name of its file, or None.
         device: "auto" (CUDA when there are enough GPUs) or "cpu".
     """
@@ -93,6 +95,7 @@ class Setup(Message, frozen=True, tag="setup"):
     timeout: float
     startup_limit: float
     target: str | None = None
+    build: tuple[str, str] | None = None
     patch: tuple[str, str] | None = None
     device: str = "auto"
 

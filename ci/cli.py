@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shlex
 import sys
@@ -17,8 +19,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ci import plans, records, schedule, supervisor
-from ci.display import Display, Printer
-from ci.ranks import Settings
+from ci.display import Display, Printer, discard, prepare_output
+from ci.ranks import Settings, check_seconds
 from ci.supervisor import FAILED, OK, USAGE, Interrupted, Patch, SetupError, Subject
 from suites import cases as table
 from suites.cases import Case, CaseError
@@ -62,8 +64,31 @@ class Launcher(str, Enum):
 
 def fail(message: str) -> NoReturn:
     """End with exit code 2 after one line."""
-    print(f"tiebench: {' '.join(message.split())}", file=sys.stderr)
+    _say(message)
     raise typer.Exit(USAGE)
+
+
+def _given(param: typer.CallbackParam, value: str | None) -> str | None:
+    """An option's text: an empty one, as an unset variable of a script leaves it, is no way to leave the option out."""
+    if value is not None and not value.strip():
+        fail(f"{param.opts[0]} is empty: give a value, or leave the option out")
+    return value
+
+
+def _some(param: typer.CallbackParam, values: list[str] | None) -> list[str] | None:
+    for value in values or ():
+        _given(param, value)
+    return values
+
+
+def _seconds(param: typer.CallbackParam, value: float | None) -> float | None:
+    """A limit in seconds: JSON and timers know no infinity."""
+    if value is None:
+        return None
+    try:
+        return check_seconds(param.opts[0], value, 0.0 if param.name == "budget" else 0.1)
+    except ValueError as error:
+        fail(str(error))
 
 
 def _show_version(wanted: bool) -> None:
@@ -181,52 +206,82 @@ def _print_explained(found: dict[str, Any]) -> None:
 
 @app.command(epilog=EXIT_CODES)
 def run(  # noqa: PLR0917 - each is an option, given by name on the command line
-    plan: Annotated[str | None, typer.Option(help="Plan to run (smoke, unless --case is given).")] = None,
-    case: Annotated[list[str] | None, typer.Option(help="Run this case; may be given several times.")] = None,
-    path: Annotated[list[str] | None, typer.Option(help="Only cases of this path; may be given several times.")] = None,
-    k: Annotated[str | None, typer.Option("-k", help="Only cases whose id contains this text.")] = None,
+    plan: Annotated[
+        str | None, typer.Option(help="Plan to run (smoke, unless --case is given).", callback=_given)
+    ] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="Run this case; may be given several times.", callback=_some)
+    ] = None,
+    path: Annotated[
+        list[str] | None, typer.Option(help="Only cases of this path; may be given several times.", callback=_some)
+    ] = None,
+    k: Annotated[
+        str | None, typer.Option("-k", help="Only cases whose id contains this text.", callback=_given)
+    ] = None,
     target: Annotated[
-        str | None, typer.Option(help="Build to test: a pip requirement, git URL or directory (default: as installed).")
+        str | None,
+        typer.Option(
+            help="Build to test: a pip requirement, git URL or directory (default: as installed).", callback=_given
+        ),
     ] = None,
     patch: Annotated[
-        Path | None, typer.Option(help="Python file that every rank runs before a model is built.", dir_okay=False)
+        str | None,
+        typer.Option(help="Python file that every rank runs before a model is built.", metavar="FILE", callback=_given),
     ] = None,
-    fault: Annotated[str | None, typer.Option(help="Bug to put into the hand-written path on purpose.")] = None,
+    fault: Annotated[
+        str | None,
+        typer.Option(
+            help="Bug to put into the hand-written path on purpose: the run is red, caught or not.", callback=_given
+        ),
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Run directory; must be empty (default: runs/<time>-<plan>).")
+        str | None,
+        typer.Option(
+            help="Run directory; must be empty (default: runs/<time>-<plan>).", metavar="DIRECTORY", callback=_given
+        ),
     ] = None,
     launcher: Annotated[Launcher, typer.Option(help="Who starts the ranks.")] = Launcher.spawn,
     host: Annotated[
-        str, typer.Option(help="Address that ranks connect to; for ranks on other machines.")
+        str, typer.Option(help="Address that ranks connect to; for ranks on other machines.", callback=_given)
     ] = "127.0.0.1",
     device: Annotated[str, typer.Option(help="auto: CUDA and NCCL where there are enough GPUs; or cpu.")] = "auto",
-    case_limit: Annotated[float, typer.Option(min=0.1, help="Seconds that a case may take.")] = 60.0,
+    case_limit: Annotated[
+        float, typer.Option(help="Seconds that a case may take on the ranks.", callback=_seconds)
+    ] = 60.0,
     startup_limit: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that a set of ranks may take to come up.")
+        float, typer.Option(help="Seconds that a set of ranks may take to come up.", callback=_seconds)
     ] = 300.0,
-    budget: Annotated[float | None, typer.Option(min=0.0, help="Seconds for everything (default: the plan's).")] = None,
-    shard: Annotated[str | None, typer.Option(help="I/N: only the I-th of N equal parts.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Seconds for everything (default: the plan's).", callback=_seconds)
+    ] = None,
+    shard: Annotated[str | None, typer.Option(help="I/N: only the I-th of N equal parts.", callback=_given)] = None,
 ) -> None:
     """Run cases and report on them."""
-    chosen = _choose(plan, case, path, k, shard)
+    chosen = _choose(plan, case, path, k)
+    if target is not None:
+        _check_tested(chosen)
+    if shard is not None:
+        chosen = _part(chosen, shard)
     name = plan or ("custom" if case else "smoke")
     if shard:
         name += f"-{shard.replace('/', 'of')}"
     if device not in ("auto", "cpu"):
         fail(f"--device {device}: one of auto, cpu")
     try:
-        applied = Patch.read(patch) if patch else None
+        applied = Patch.read(Path(patch)) if patch is not None else None
     except SetupError as error:
         fail(str(error))
-    if fault:
+    if fault is not None:
         _check_fault(fault, chosen)
-    directory = out or _default_out(name)
+    directory = Path(out) if out is not None else _default_out(name)
     _check_out(directory)
     console = Printer(highlight=False)
     display = Display(len(chosen))
     subject = Subject(patch=applied, fault=fault)
-    if target:
+    if target is not None:
         subject = _install(target, subject, display)
+        if not shard and not any(map(subject.tests, chosen)):
+            fail(f"--target {target}: no chosen case tests {subject.build.distribution if subject.build else ''}")
     settings = Settings(
         launcher=launcher.value,
         host=host,
@@ -240,8 +295,11 @@ def run(  # noqa: PLR0917 - each is an option, given by name on the command line
     whole = len(plans.PLANS[plan or "smoke"].cases)
     if not case and len(chosen) < whole:
         name += f" ({len(chosen)} of its {whole} cases)"
-    code = _run(chosen, directory, name=name, budget=budget, subject=subject, settings=settings, display=display)
-    raise typer.Exit(_report(directory, console, code))
+    with supervisor.interruptible(restore=False):
+        code = _run(chosen, directory, name=name, budget=budget, subject=subject, settings=settings, display=display)
+        supervisor.ignore_signals()  # a second SIGTERM must not cost the report
+        code = _report(directory, console, code)
+    raise typer.Exit(code)
 
 
 def _run(
@@ -257,7 +315,7 @@ def _run(
     """Run the cases; exit code. A run that had to stop still gets its report, after the line that says why."""
     display.say(f"{len(chosen)} cases, results in {directory}")
     try:
-        with supervisor.interruptible(), display:
+        with display:
             done = supervisor.run(
                 chosen,
                 directory,
@@ -276,13 +334,16 @@ def _run(
 
 
 def _report(directory: Path, console: Printer, code: int) -> int:
-    """Write and print the report; the exit code, which a report that cannot be written makes 2."""
+    """Print and write the report; the exit code, which a report that cannot be written makes 2."""
+    from reports.load import load  # noqa: PLC0415
+    from reports.summary import summarize  # noqa: PLC0415
     from reports.terminal import print_report  # noqa: PLC0415
-    from reports.write import write_report  # noqa: PLC0415
+    from reports.write import write  # noqa: PLC0415
 
     try:
-        summary = write_report(directory)
-        print_report(summary, console)
+        summary = summarize(load(directory))
+        print_report(summary, console)  # first: it needs no disk
+        write(summary)
         console.print(f"Report: {directory / 'report.md'}, {directory / 'report.html'}", markup=False, soft_wrap=True)
     except records.LogError as error:
         if code != USAGE:
@@ -291,9 +352,7 @@ def _report(directory: Path, console: Printer, code: int) -> int:
     return code or summary.exit_code
 
 
-def _choose(
-    plan: str | None, ids: Sequence[str] | None, paths: Sequence[str] | None, text: str | None, part: str | None
-) -> list[Case]:
+def _choose(plan: str | None, ids: Sequence[str] | None, paths: Sequence[str] | None, text: str | None) -> list[Case]:
     """Cases that the options select, in the order in which they run."""
     if plan and ids:
         fail("--plan and --case exclude each other")
@@ -304,18 +363,33 @@ def _choose(
     for name in paths or ():
         if name not in table.PATHS:
             fail(f"unknown path {name!r}; one of {', '.join(table.PATHS)}")
-    chosen = [c for c in dict.fromkeys(chosen) if (not paths or c.path in paths) and (not text or text in c.id)]
-    if part:
-        found = re.fullmatch(r"(\d+)/(\d+)", part)
-        if not found:
-            fail(f"--shard {part}: write it as I/N, for example 1/4")
-        try:
-            chosen = schedule.shard(chosen, int(found[1]), int(found[2]))
-        except ValueError as error:
-            fail(f"--{error}")
-    if not chosen:
-        fail("no case is left to run: the options --path, -k and --shard exclude all of them")
-    return schedule.order(chosen)
+    kept = [c for c in dict.fromkeys(chosen) if (not paths or c.path in paths) and (text is None or text in c.id)]
+    if not kept:
+        fail("no case is left to run: the options --path and -k exclude all of them")
+    if ids and (gone := [c for c in chosen if c not in kept]):
+        fail(f"--case {gone[0].id} is excluded by {'--path' if paths and gone[0].path not in paths else '-k'}")
+    return kept
+
+
+def _part(chosen: list[Case], part: str) -> list[Case]:
+    """The cases of one shard."""
+    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", part)
+    if not found:
+        fail(f"--shard {part}: write it as I/N, for example 1/4")
+    try:
+        kept = schedule.shard(chosen, int(found[1]), int(found[2]))
+    except ValueError as error:
+        fail(f"--{error}")
+    return kept or fail(f"no case is left to run: --shard {part} of {len(chosen)} cases is empty")
+
+
+def _check_tested(chosen: Sequence[Case]) -> None:
+    """Refuse a target that no case would use: its name would stand over a report that says nothing of it."""
+    from ci.targets import KINDS  # noqa: PLC0415
+
+    if not any(supervisor.PACKAGE.get(c.path, c.path) in KINDS for c in chosen):
+        paths = ", ".join(dict.fromkeys(c.path for c in chosen))
+        fail(f"--target is for {', '.join(KINDS)}, and no chosen case uses it (only path {paths}): leave it out")
 
 
 def _check_fault(name: str, chosen: Sequence[Case]) -> None:
@@ -426,14 +500,44 @@ def doctor() -> None:
 
 def main() -> None:
     """Entry point of the console script: no traceback for anything that the user can put right."""
+    prepare_output()
+    code: str | int | None = OK
     try:
+        for word in [*sys.argv[1:], os.getcwd()]:
+            word.encode()  # records, reports and messages to ranks are UTF-8
         app()
-    except (KeyboardInterrupt, Interrupted):
-        print("tiebench: interrupted", file=sys.stderr)
-        sys.exit(supervisor.INTERRUPTED)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone: nothing to say to it
-        sys.exit(FAILED)
+    except UnicodeEncodeError as error:
+        text = error.object.encode(errors="backslashreplace").decode()
+        _say(f"{text} is no text in this locale's encoding: rename it, or set LC_ALL=C.UTF-8")
+        code = USAGE
+    except (KeyboardInterrupt, Interrupted) as error:
+        _say("interrupted")
+        code = 128 + error.number if isinstance(error, Interrupted) else supervisor.INTERRUPTED
+    except OSError as error:
+        _say(f"{error.filename or 'cannot write the output'}: {error.strerror or error}")
+        discard(1)  # what is left in the buffer has nowhere to go
+        code = USAGE
+    except SystemExit as end:
+        code = end.code
+    sys.exit(_flushed(code))
+
+
+def _flushed(code: str | int | None) -> str | int | None:
+    """The exit code once all output is out; 2 where it cannot be written."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        _say(f"cannot write the output: {error.strerror or error}")
+        discard(1)
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        return USAGE
+    return code
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"tiebench: {' '.join(line.split())}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

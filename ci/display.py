@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from types import TracebackType
@@ -28,6 +29,44 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+class _Patient(io.FileIO):
+    """A file descriptor whose reader may go away (``| head``): what is written after that goes nowhere."""
+
+    def write(self, data: Any, /) -> int:
+        """Write bytes."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            discard(self.fileno())
+            return len(data)
+
+
+def discard(descriptor: int) -> None:
+    """Send what is written to a file descriptor nowhere from now on."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def prepare_output() -> None:
+    """Make stdout and stderr of this process such that neither a closed or ended reader nor a character that their
+    encoding lacks ends the program. A full disk still does (OSError)."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed: else the next file that is opened would get its number, and our output
+            os.open(os.devnull, os.O_RDWR)
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        old = getattr(sys, name)
+        with contextlib.suppress(OSError, AttributeError):
+            old.flush()
+        encoding = getattr(old, "encoding", None) or "utf-8"
+        raw = _Patient(descriptor, "w", closefd=False)
+        lines = descriptor == 2 or raw.isatty()
+        buffered = io.BufferedWriter(raw)
+        setattr(sys, name, io.TextIOWrapper(buffered, encoding, "backslashreplace", line_buffering=lines))
+
+
 class Printer(Console):
     """A console whose reader may go away (``| head``) without ending the program, which is what rich would do."""
 
@@ -38,8 +77,7 @@ class Printer(Console):
     def on_broken_pipe(self) -> None:
         """Print nowhere from now on."""
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+        discard(sys.stdout.fileno())
 
 
 class Display:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,7 +75,9 @@ def merge_runs(directories: Sequence[Path], plan: RunRow, out: Path, problems: S
     reason = _reason(runs, list(chosen.values()), problems)
     killed = [_name(run.directory) for run in runs if run.end is None]
     message = _message([*problems, *([f"killed: {', '.join(killed)}"] if killed and reason != "complete" else [])])
-    with RecordLog(out, msgspec.structs.replace(plan, target=_target(chosen.values()) or plan.target)) as log:
+    ran = {r.path: r.target for r in chosen.values() if r.status in RESULTS}
+    first = msgspec.structs.replace(plan, target=_target(chosen.values()) or plan.target, targets=plan.targets | ran)
+    with RecordLog(out, first) as log:
         for name, record in chosen.items():
             for attempt in (*_earlier(history.get(name, []), record), record):
                 if attempt.started_at:
@@ -138,11 +141,11 @@ def _choose(name: str, found: Sequence[Record], plan: RunRow) -> Record:
     return Record(
         case=name,
         path=path,
-        target=plan.target,
+        target=records.target_of(plan, name),
         status="not_run",
         evidence="no piece of this run left a row for this case: its shard never began, or died before its first row",
         factors=dict(part.split("=", 1) for part in rest.split(",") if "=" in part),
-        rerun=f"tiebench run --case {name} {plan.options}".strip(),
+        rerun=f"tiebench run --case {shlex.quote(name)} {plan.options}".strip(),
     )
 
 

@@ -13,14 +13,13 @@ import os
 import secrets
 import selectors
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -36,6 +35,7 @@ EXIT_WAIT = 5.0  # seconds to wait for the exit code of a rank that closed its c
 STACKS_WAIT = 3.0
 SPARE = 30.0  # a collective may take this much longer than the case limit, so that the watchdog speaks first
 LOG_LIMIT, LOG_HEAD, LOG_TAIL = 8 * 2**20, 2**20, 2**18  # bytes: cut a log above LIMIT down to its head and tail
+LONGEST = 1e8  # seconds, three years: what timers and sockets of all platforms still take
 STACK_LIMIT = 6000  # characters a rank
 
 # What a rank says when another one went away: the consequence of a failure, not its cause.
@@ -62,15 +62,17 @@ class Settings:
 
     Args:
         target: directory to put first on the ranks' import path, None for the installed framework.
+        build: package and version that a ``--target`` named; None: whatever is installed.
         patch: source and file name of the user's patch.
         host: address to listen on and to be reached at.
         device: "auto" or "cpu".
-        case_limit, startup_limit: seconds.
+        case_limit, startup_limit: seconds, above 0 and at most `LONGEST`.
         keep_observations: keep what the ranks saw of green cases too.
     """
 
     launcher: Launcher = "spawn"
     target: Path | None = None
+    build: tuple[str, str] | None = None
     patch: tuple[str, str] | None = None
     host: str = "127.0.0.1"
     device: str = "auto"
@@ -78,6 +80,26 @@ class Settings:
     startup_limit: float = 300.0
     keep_observations: bool = False
     say: Callable[[str], None] = field(default=print, compare=False)
+
+    def __post_init__(self) -> None:
+        """Refuse limits that no clock can keep.
+
+        Raises:
+            ValueError: a limit is no number of seconds.
+        """
+        for name in ("case_limit", "startup_limit"):
+            check_seconds(name, getattr(self, name))
+
+
+def check_seconds(name: str, value: float, least: float = 1e-3) -> float:
+    """The value, if it is a usable number of seconds.
+
+    Raises:
+        ValueError: it is not finite (JSON has no infinity), below `least` or above `LONGEST`.
+    """
+    if not least <= value <= LONGEST:  # false for NaN too
+        raise ValueError(f"{name} {value:g}: give seconds from {least:g} to {LONGEST:g}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -90,6 +112,7 @@ class Outcome:
         deaths: how ranks ended that went away, by rank.
         timed_out: the limit was over before every rank had answered.
         phases: where each rank was or how it ended, for people.
+        last: the phase that each rank told last.
         stacks: stacks of ranks that did not answer, and tracebacks of those that failed.
     """
 
@@ -100,6 +123,7 @@ class Outcome:
     timed_out: bool
     phases: dict[int, str]
     stacks: str = ""
+    last: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def good(self) -> bool:
@@ -180,9 +204,20 @@ class RankSet:
 
     Args:
         directory: run directory; logs go to ``logs/<name>-rank<r>.log`` in it.
+        listener: where the ranks connect, as `listen` makes it; this set closes it.
+
+    Raises:
+        OSError: the directory cannot be written; so does `launch`.
     """
 
-    def __init__(self, name: str, world_size: int, settings: Settings, directory: Path):
+    def __init__(
+        self,
+        name: str,
+        world_size: int,
+        settings: Settings,
+        directory: Path,
+        listener: socket.socket,
+    ):
         self.name, self.world_size, self.settings = name, world_size, settings
         self.directory = directory.resolve()
         self.ranks = [Rank(number) for number in range(world_size)]
@@ -193,10 +228,10 @@ class RankSet:
         self._selector = selectors.DefaultSelector()
         self._launcher: subprocess.Popen[bytes] | None = None
         self._order: list[int] = []  # ranks in the order in which they failed
-        (self.directory / "logs").mkdir(exist_ok=True)
-        self._listener = socket.create_server((settings.host, 0), backlog=4 * world_size)
+        self._listener = listener
         self._listener.settimeout(1.0)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
+        (self.directory / "logs").mkdir(exist_ok=True)
 
     # Starting
 
@@ -272,6 +307,7 @@ class RankSet:
                     timeout=self.settings.case_limit + SPARE,
                     startup_limit=self.settings.startup_limit,
                     target=str(self.settings.target.resolve()) if self.settings.target else None,
+                    build=self.settings.build,
                     patch=self.settings.patch,
                     device=self.settings.device,
                 ),
@@ -428,6 +464,7 @@ class RankSet:
             timed_out=timed_out,
             phases={r.number: r.place for r in self.ranks},
             stacks="\n\n".join(f"rank {n}:\n{text}" for n, text in sorted(stacks.items()) if text),
+            last={r.number: r.phase for r in self.ranks},
         )
 
     def _stacks(self) -> dict[int, str]:
@@ -513,6 +550,15 @@ _FOREIGN = {
 }  # fmt: skip
 
 
+def listen(host: str, world_size: int) -> socket.socket:
+    """A free port that ranks can connect to.
+
+    Raises:
+        OSError: `host` is no address of this machine.
+    """
+    return socket.create_server((host, 0), backlog=4 * world_size)
+
+
 @functools.cache
 def worker_command() -> tuple[list[str], dict[str, str]]:
     """Command that starts a worker of this very tiebench, and the environment variables it needs.
@@ -576,6 +622,17 @@ def bound(log: Path) -> None:
         return
 
 
-def free_bytes(directory: Path) -> int:
-    """Space left where the run directory is."""
-    return shutil.disk_usage(directory).free
+def check_writable(directory: Path) -> None:
+    """Write and remove 64 KiB: a full disk or a quota shows only when something is written.
+
+    Raises:
+        OSError: it does not work.
+    """
+    probe = directory / f".probe-{os.getpid()}"
+    try:
+        with open(probe, "wb") as stream:
+            stream.write(bytes(2**16))
+            stream.flush()
+            os.fsync(stream.fileno())
+    finally:
+        probe.unlink(missing_ok=True)

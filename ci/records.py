@@ -10,11 +10,13 @@ This module needs msgspec only: reports import it too.
 from __future__ import annotations
 
 import os
+import re
 import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -25,6 +27,8 @@ SCHEMA = 1
 Status = Literal["finished", "timeout", "lost", "not_run", "skipped"]
 Verdict = Literal["exact", "rounding", "bug", "inconclusive", "refused", "crash", "hang"]
 GREEN: frozenset[str] = frozenset({"exact", "rounding"})
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # what a table's column of int64 takes
+CASE_ID = re.compile(r"[a-z][\w-]*:\w+=[^,=]*(,\w+=[^,=]*)*")  # path:factor=value,…
 
 
 class LogError(Exception):
@@ -79,12 +83,12 @@ class Record(Row, frozen=True):
     seconds_per_step: float | None = None
     step_seconds: tuple[float, ...] = ()  # one per step, the warming-up step included
     tokens_per_second: float | None = None
-    peak_memory_bytes: int | None = None  # largest over ranks: resident set on CPU, allocator peak on CUDA
+    peak_memory_bytes: Count | None = None  # largest over ranks: resident set on CPU, allocator peak on CUDA
     startup_seconds: float | None = None  # of the set of ranks, if it was started for this case; else 0
     judge_seconds: float | None = None  # reference and oracles
     wall_seconds: float | None = None
     budget_seconds: float | None = None  # this case's own limit
-    attempt: int = 1
+    attempt: Count = 1
     started_at: str | None = None  # UTC, ISO 8601
     environment: str | None = None  # fingerprint of environment.json
     fault: str | None = None
@@ -100,11 +104,12 @@ class RunRow(Row, frozen=True, tag="run", tag_field="event"):
     run_id: str
     plan: str
     cases: tuple[str, ...]
-    target: str
+    target: str  # the framework under test
     budget_seconds: float  # for everything, start-up of ranks included
     started_at: str
     tiebench: str  # version, and commit where known
     command: str
+    targets: dict[str, str] = {}  # build that each path's cases test
     options: str = ""  # target, patch and fault as `tiebench run --case ID` needs them, shell-quoted
 
 
@@ -112,7 +117,7 @@ class StartedRow(Row, frozen=True, tag="started", tag_field="event"):
     """Written before a case begins."""
 
     case: str
-    attempt: int
+    attempt: Count
     started_at: str
 
 
@@ -168,7 +173,7 @@ class RecordLog:
         line = _encoder.encode(row) + b"\n"
         try:
             size = os.fstat(self._file).st_size
-            if os.write(self._file, line) != len(line):
+            if os.write(self._file, line) != len(line):  # a full disk takes a part of it
                 os.ftruncate(self._file, size)
                 raise OSError(28, "No space left on device")
             os.fsync(self._file)
@@ -217,7 +222,8 @@ def _sync_directory(directory: Path) -> None:
 class Run:
     """A run directory as read back: one record for every planned case, in plan order, lost and not-run ones included.
 
-    `damage` has one line for every row that could not be read; `torn` says that the last line was cut off, which is
+    `damage` has one line for every row that could not be read and for everything that contradicts the rest: nothing of
+    it is ever green. `torn` says that the last line was cut off, which is
     what a killed writer leaves and no damage. `end` is None when the run was killed (or is still going).
     """
 
@@ -233,7 +239,8 @@ def read_run(directory: Path) -> Run:
     """Read a run directory, also that of a killed run.
 
     Cases that started and have no final row become `lost`; planned cases that never started become `not_run`. A later
-    attempt's record replaces an earlier one's.
+    attempt's record replaces an earlier one's. A log that no run writes (`_contradictions`) is read and said to be
+    damaged.
 
     Raises:
         LogError: no such directory, no `events.jsonl`, or its first row is not a run row of a schema known here.
@@ -246,11 +253,13 @@ def read_run(directory: Path) -> Run:
     torn = bool(data) and not data.endswith(b"\n")
     lines = data.split(b"\n")[:-1]
     rows: list[AnyRow] = []
+    numbers: list[int] = []
     damage: list[str] = []
     for number, line in enumerate(lines, 1):
         try:
             rows.append(_decoder.decode(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            numbers.append(number)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             damage.append(f"{path.name} line {number}: {error}")
     if not rows or not isinstance(rows[0], RunRow) or (damage and damage[0].startswith(f"{path.name} line 1:")):
         raise LogError(f"{path} does not start with a run row" + (f" ({damage[0]})" if damage else ""))
@@ -267,11 +276,75 @@ def read_run(directory: Path) -> Run:
             final[row.record.case] = row.record
         elif isinstance(row, EndRow):
             end = row
-        else:
-            damage.append(f"{path.name}: a second run row")
+    damage += [f"{path.name} line {number}: {text}" for number, text in _contradictions(rows, numbers)]
     names = list(dict.fromkeys([*plan.cases, *started, *final]))
     records = tuple(final.get(name) or _unfinished(name, started.get(name), plan) for name in names)
     return Run(directory=directory, plan=plan, records=records, end=end, torn=torn, damage=tuple(damage))
+
+
+def _contradictions(rows: Sequence[AnyRow], numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """What no run writes: line number and one line for people."""
+    plan, begun, ended = rows[0], set[tuple[str, int]](), False
+    final: dict[tuple[str, int], Record] = {}
+    assert isinstance(plan, RunRow)
+    for case in plan.cases:
+        if not CASE_ID.fullmatch(case):
+            yield numbers[0], f"{case!r} is no case id"
+    for number, row in zip(numbers[1:], rows[1:], strict=True):
+        if ended:
+            yield number, f"a row after the end of the run ({row.__struct_config__.tag})"
+        if isinstance(row, RunRow):
+            yield number, "a second run row"
+        elif isinstance(row, EndRow):
+            ended = True
+        elif isinstance(row, StartedRow):
+            begun.add((row.case, row.attempt))
+        else:
+            record, key = row.record, (row.record.case, row.record.attempt)
+            if not CASE_ID.fullmatch(record.case):
+                yield number, f"{record.case!r} is no case id"
+            elif record.case not in plan.cases:
+                yield number, f"{record.case} is not in the plan"
+            if record.path != record.case.partition(":")[0]:
+                yield number, f"{record.case} says that its path is {record.path}"
+            if record.status not in ("not_run", "skipped") and key not in begun:
+                yield number, f"{record.case} has a result of attempt {record.attempt} and never started it"
+            if final.setdefault(key, record) != record:
+                yield number, f"{record.case} has two results of attempt {record.attempt} that differ"
+            if why := contradiction(record):
+                yield number, f"{record.case} is {record.verdict}, but {why}"
+
+
+def contradiction(record: Record) -> str | None:
+    """Why a record whose verdict is green cannot be; None where nothing speaks against it."""
+    if record.verdict not in GREEN:
+        return None
+    if record.status != "finished":
+        return f"its status is {record.status}"
+    if flagged := [f.oracle for f in record.findings if f.flagged] or ([record.oracle] if record.oracle else []):
+        return f"{', '.join(flagged)} flagged it"
+    beyond = [f.oracle for f in record.findings if _beyond(f)]
+    if _beyond(record) or (record.limit is not None and record.error is None):
+        beyond.insert(0, record.error_of or "its largest deviation")
+    return f"{beyond[0]} is beyond its limit" if beyond else None
+
+
+def _beyond(measured: Finding | Record) -> bool:
+    return measured.error is not None and measured.limit is not None and measured.error > measured.limit
+
+
+def target_of(plan: RunRow, case: str) -> str:
+    """The build that a case of this run tests."""
+    return plan.targets.get(case.partition(":")[0], plan.target)
+
+
+def over_budget(record: Record) -> bool:
+    """The case took longer than its own limit. The watchdog ends the ranks; judging after them has no limit."""
+    return (
+        record.wall_seconds is not None
+        and record.budget_seconds is not None
+        and record.wall_seconds > record.budget_seconds
+    )
 
 
 def _unfinished(case: str, started: StartedRow | None, plan: RunRow) -> Record:
@@ -279,7 +352,7 @@ def _unfinished(case: str, started: StartedRow | None, plan: RunRow) -> Record:
     record = Record(
         case=case,
         path=path,
-        target=plan.target,
+        target=target_of(plan, case),
         status="not_run",
         evidence="the run ended before this case began",
         factors=dict(part.split("=", 1) for part in rest.split(",") if "=" in part),
@@ -297,5 +370,7 @@ def _unfinished(case: str, started: StartedRow | None, plan: RunRow) -> Record:
 
 
 def expected(record: Record) -> bool:
-    """True when a record counts as green: finished, and exact or rounding."""
-    return record.status == "finished" and record.verdict in GREEN
+    """True when a record counts as green: finished, exact or rounding, nothing in it speaks against that, and no fault
+    was put in: a fault that comes out green was not caught."""
+    green = record.status == "finished" and record.verdict in GREEN
+    return green and record.fault is None and contradiction(record) is None

@@ -28,9 +28,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
 from ci import channel as ch
 from ci import records, schedule
-from ci.ranks import Outcome, RankSet, Settings, is_secondary
+from ci.ranks import Outcome, RankSet, Settings, check_seconds, check_writable, is_secondary, listen
 from ci.records import EndRow, FinalRow, LogError, Record, RecordLog, Run, RunRow, StartedRow
 from suites.cases import Case
 
@@ -42,6 +44,7 @@ OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 KEEP_RANKS = 8  # idle ranks that may stay alive beside the set in use, in all
 KEEP_OBSERVATIONS = 512 * 2**20  # bytes of observations of flagged cases to keep in a run directory
 EVIDENCE_LIMIT = 900
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PACKAGE = {"handwritten": "torch"}  # path -> the package that is under test; else it is called like the path
 
 OnRecord = Callable[[Record], None]
@@ -113,6 +116,10 @@ class Subject:
         except importlib.metadata.PackageNotFoundError:
             return f"{package} (not installed)"
 
+    def tests(self, case: Case) -> bool:
+        """Whether a case runs the build that was named; True when none was."""
+        return self.build is None or self.build.distribution == PACKAGE.get(case.path, case.path)
+
     def rerun(self, case: str) -> str:
         """Command that runs one case again alone."""
         return shlex.join(["tiebench", "run", "--case", case, *self.options])
@@ -135,12 +142,20 @@ class Plan:
 
     Args:
         budget: seconds for everything, start-up of ranks included; None: what the limits of its cases add up to.
+
+    Raises:
+        ValueError: the budget is no number of seconds.
     """
 
     name: str
     cases: tuple[Case, ...]
     budget: float | None = None
     command: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the budget."""
+        if self.budget is not None:
+            check_seconds("budget", self.budget, 0.0)
 
     def seconds(self, settings: Settings) -> float:
         """The budget as a number."""
@@ -154,7 +169,7 @@ class Session:
 
     Args:
         directory: run directory; made, must be empty.
-        plan: what is to be run; cases outside of it may be run too.
+        plan: what is to be run; cases outside of it may be run too, but such a run is not green.
         on_record: called with every record once it is on disk.
 
     Raises:
@@ -171,7 +186,13 @@ class Session:
     ):
         self.directory, self.plan, self.subject = Path(directory), plan, subject
         patch = (subject.patch.source, str(subject.patch.path)) if subject.patch else None
-        self.settings = replace(settings, target=subject.build.directory if subject.build else None, patch=patch)
+        build = subject.build
+        self.settings = replace(
+            settings,
+            target=build.directory if build else None,
+            build=(build.distribution, build.version) if build else None,
+            patch=patch,
+        )
         self.on_record = on_record
         self.budget = plan.seconds(self.settings)
         self.begin = time.monotonic()
@@ -184,8 +205,8 @@ class Session:
         self._closed = False
         self._references: ReferenceCache | None = None
         self._attempts: dict[str, int] = {}
-        paths = dict.fromkeys(case.path for case in plan.cases)
-        framework = next((p for p in paths if p not in PACKAGE), next(iter(paths), "deepspeed"))
+        paths = sorted(dict.fromkeys(case.path for case in plan.cases), key=lambda path: path in PACKAGE)
+        targets = {path: subject.target(path) for path in paths}  # a framework's own path first
         self._log = RecordLog(
             self.directory,
             RunRow(
@@ -193,7 +214,8 @@ class Session:
                 run_id=self.directory.resolve().name,
                 plan=plan.name,
                 cases=tuple(case.id for case in plan.cases),
-                target=subject.build.label if subject.build else subject.target(framework),
+                target=next(iter(targets.values()), subject.target("deepspeed")),
+                targets=targets,
                 budget_seconds=self.budget,
                 started_at=now(),
                 tiebench=version(),
@@ -209,7 +231,8 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            bad = [r for r in self.records if not records.expected(r)]
+            planned = {case.id for case in self.plan.cases}
+            bad = [r for r in self.records if not records.expected(r) or r.case not in planned]
             self.close("complete", FAILED if bad or not self.records else OK)
         elif isinstance(error, (SetupError, LogError)):
             self.close("error", USAGE, str(error))
@@ -265,7 +288,7 @@ class Session:
             }
         base["environment"] = self.fingerprint
         result.setdefault("wall_seconds", time.monotonic() - begin - result.get("startup_seconds", 0.0))
-        record = Record(**{**base, **result})
+        record = _annotated(Record(**{**base, **result}))
         broke = case.world_size not in self.sets
         self.forecast.add(case, record.wall_seconds or 0.0, record.startup_seconds or 0.0, broke=broke)
         self._tidy(observations, record)
@@ -332,7 +355,7 @@ class Session:
         try:
             observations.mkdir(parents=True)
         except OSError as error:
-            raise SetupError(f"cannot write to {self.directory}: {error.strerror}") from None
+            raise self._unwritable(error) from None
         limit = min(self.settings.case_limit, self.left)
         outcome = ranks.run(case.id, observations, self.subject.fault, limit)
         common["budget_seconds"] = limit
@@ -350,9 +373,17 @@ class Session:
         if ranks is None:
             self._make_room(case.world_size)
             self._started_sets += 1
-            ranks = RankSet(f"set{self._started_sets}", case.world_size, self.settings, self.directory)
-            self.sets[case.world_size] = ranks
-            ranks.launch()
+            name = f"set{self._started_sets}"
+            try:
+                listener = listen(self.settings.host, case.world_size)
+            except OSError as error:  # no such name, or not an address of this machine
+                raise SetupError(f"--host {self.settings.host}: {error.strerror or error}") from None
+            try:
+                ranks = RankSet(name, case.world_size, self.settings, self.directory, listener)
+                self.sets[case.world_size] = ranks
+                ranks.launch()
+            except OSError as error:
+                raise self._unwritable(error) from None
             from suites import verdict  # noqa: F401, PLC0415 - imports torch, while the ranks do so too
 
             gc.freeze()  # what was imported never becomes garbage: no need to look through it in every case
@@ -362,6 +393,9 @@ class Session:
                 return outcome
         if case.path not in ranks.loaded:
             outcome = ranks.load(case.path, begin + limit - time.monotonic())
+            for failed in outcome.failures.values():
+                if failed.phase == ch.CHECK_BUILD:
+                    raise SetupError(_first_line(failed.message))
             if not outcome.good:
                 return outcome
         if self.fingerprint is None:
@@ -438,6 +472,13 @@ class Session:
         for rank, failed in outcome.failures.items():
             if failed.phase == "save" or _disk_full(failed):
                 raise SetupError(f"rank {rank} cannot write to {self.directory}: {_first_line(failed.message)}")
+        for rank, death in outcome.deaths.items():
+            if outcome.last.get(rank) == "save":
+                raise SetupError(f"rank {rank} {death} while it wrote to {self.directory}")
+        try:
+            check_writable(self.directory)
+        except OSError as error:  # whatever the ranks died of: their logs cannot tell, and the target is not to blame
+            raise self._unwritable(error) from None
         if outcome.refused and primary:
             _, failed = primary
             return found | {
@@ -448,6 +489,9 @@ class Session:
             evidence = f"{tie.oracle}: {tie.evidence}; then {_cause(outcome)}"
             return found | {"verdict": "bug", "oracle": tie.oracle, "findings": (tie,), "evidence": evidence}
         return found | {"verdict": "crash", "evidence": _cause(outcome)}
+
+    def _unwritable(self, error: OSError) -> SetupError:
+        return SetupError(f"cannot write to {self.directory}: {error.strerror or error}")
 
     def _places(self, case: Case) -> str:
         ranks = self.sets.get(case.world_size)
@@ -568,24 +612,31 @@ def _skip_all(session: Session, todo: list[Case], reason: str) -> None:
         todo.pop(0)
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Turn the first SIGINT, SIGTERM or SIGHUP into `Interrupted`; later ones are ignored from then on.
+def ignore_signals() -> None:
+    """Let no SIGINT, SIGTERM or SIGHUP disturb what comes now."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
 
-    For the main thread only.
+
+@contextlib.contextmanager
+def interruptible(*, restore: bool = True) -> Iterator[None]:
+    """Turn the first SIGINT, SIGTERM or SIGHUP into `Interrupted`; later ones are ignored until the block ends.
+
+    For the main thread only. What must come after the first signal too (a report) belongs into the block.
+
+    Args:
+        restore: put the handlers of before back at the end; False for a process that ends then.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        for other in numbers:
-            signal.signal(other, signal.SIG_IGN)
+        ignore_signals()
         raise Interrupted(number)
 
-    before = {number: signal.signal(number, stop) for number in numbers}
+    before = {number: signal.signal(number, stop) for number in STOPPING}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in before.items() if restore else ():
             signal.signal(number, handler)
 
 
@@ -654,6 +705,19 @@ def _cause(outcome: Outcome) -> str:
 def _disk_full(failed: ch.Failed) -> bool:
     codes = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
     return failed.type == "OSError" and any(f"[Errno {code}]" in failed.message for code in codes)
+
+
+def _annotated(record: Record) -> Record:
+    """The record with what its verdict does not say: a fault that nobody saw, a limit that was not kept."""
+    notes = []
+    if record.fault and record.verdict in records.GREEN:
+        notes.append(f"fault {record.fault} was not caught")
+    if record.status == "finished" and records.over_budget(record):
+        judging = f", {record.judge_seconds:.1f} s of it judging" if record.judge_seconds else ""
+        notes.append(f"took {record.wall_seconds:.1f} s{judging}: over its limit of {record.budget_seconds:.0f} s")
+    if not notes:
+        return record
+    return msgspec.structs.replace(record, evidence="; ".join(filter(None, [*notes, record.evidence])))
 
 
 def _first_line(text: str) -> str:

@@ -10,6 +10,7 @@ The cache: ``$TIEBENCH_CACHE``, else ``$XDG_CACHE_HOME/tiebench``, else ``~/.cac
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import fcntl
@@ -153,7 +154,7 @@ def install(requirement: str, progress: Progress = lambda line: None) -> Target:
         with _locked(place / f".{key}.lock", progress):
             entry = place / f"{order.label}-{key}"
             if order.fixed and entry.exists():
-                with contextlib.suppress(TargetError, OSError, ValueError, TypeError):
+                with contextlib.suppress(TargetError, OSError, LookupError, ValueError, TypeError):
                     target = _load(entry, requirement)
                     progress(f"target {requirement}: from the cache")
                     return target
@@ -263,7 +264,7 @@ def _build(order: _Order, requirement: str, work: Path, entry: Path, log: Path) 
     (work / "entry" / "target.json").write_text(json.dumps(facts, indent=1) + "\n")
     log.unlink(missing_ok=True)
     if entry.exists():
-        with contextlib.suppress(TargetError, OSError, ValueError, TypeError):
+        with contextlib.suppress(TargetError, OSError, LookupError, ValueError, TypeError):
             return _load(entry, requirement)
         os.rename(entry, work / "damaged")  # somebody deleted a part of it
     os.rename(work / "entry", entry)
@@ -271,8 +272,17 @@ def _build(order: _Order, requirement: str, work: Path, entry: Path, log: Path) 
 
 
 def _load(entry: Path, requirement: str) -> Target:
+    """A build that is in the cache.
+
+    Raises:
+        TargetError, OSError, LookupError, ValueError, TypeError: it is not whole.
+    """
     facts = json.loads((entry / "target.json").read_text())
-    problems = _unmet(_installed(entry / "site", requirement))
+    found = _installed(entry / "site", requirement)
+    _check_whole(found, requirement)
+    if found.version != facts["version"]:
+        raise TargetError(f"target {requirement}: {entry} holds {found.version}, not {facts['version']}")
+    problems = _unmet(found)
     return Target(requirement=requirement, directory=entry / "site", unmet=problems, **facts)
 
 
@@ -306,6 +316,22 @@ def _installed(site: Path, requirement: str) -> Distribution:
         raise TargetError(f"target {requirement}: pip installed {len(found)} distributions, not one")
     _kind(found[0].metadata["Name"], requirement)
     return found[0]
+
+
+def _check_whole(found: Distribution, requirement: str) -> None:
+    """Every file that pip recorded is there with its content: where one is missing, ranks import another build.
+
+    Raises:
+        TargetError: one is not; OSError: one cannot be read.
+    """
+    code = [f for f in found.files or () if f.suffix != ".pyc" and ".." not in f.parts and f.hash]
+    if not any(f.suffix == ".py" for f in code):
+        raise TargetError(f"target {requirement}: {found.metadata['Name']} has no file of Python")
+    for file in code:
+        assert file.hash
+        digest = hashlib.new(file.hash.mode, file.read_binary()).digest()
+        if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
+            raise TargetError(f"target {requirement}: {file} was changed after the install")
 
 
 def _copy_checkout(source: Path, to: Path) -> str | None:

@@ -37,6 +37,10 @@ LOST_SUPERVISOR = 75  # exit code of a rank whose supervisor is gone
 LONGEST_MESSAGE = 4000
 
 
+class WrongBuildError(Exception):
+    """What was imported is not the build under test."""
+
+
 class Worker:
     """The state of one rank between commands."""
 
@@ -48,6 +52,8 @@ class Worker:
         self.phase = "start"
         self.reported = False
         self.device: torch.device | None = None
+        self.target: str | None = None
+        self.build: tuple[str, str] | None = None
         self.stacks: IO[str] | None = None
         self.lifecycle: list[Lifecycle] = []
 
@@ -67,7 +73,8 @@ class Worker:
         """Tell the supervisor that the command failed; only the first telling counts."""
         if not self.reported:
             self.reported = True
-            traceback.print_exception(error)
+            with contextlib.suppress(OSError):  # the log may be full: the supervisor must hear of it all the same
+                traceback.print_exception(error)
             self.control.send(failure(error, self.phase, self.lifecycle))
 
     def listen(self) -> None:
@@ -96,8 +103,7 @@ class Worker:
                 self.report(error)
             else:
                 self.control.send(ch.Done(value=value))
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush()
 
     def do(self, command: ch.Command) -> Any:
         """Carry out one command."""
@@ -120,6 +126,7 @@ class Worker:
         redirect(Path(setup.log))
         self.stacks = open(setup.stacks, "w", encoding="utf-8")  # noqa: SIM115 - open for the life of the process
         faulthandler.register(signal.SIGUSR1, file=self.stacks, all_threads=True)
+        self.target, self.build = setup.target, setup.build
         if setup.target:
             sys.path.insert(0, setup.target)
         self.progress("import torch")
@@ -170,6 +177,9 @@ class Worker:
         from suites import paths, train  # noqa: F401, PLC0415
 
         paths.load(path)
+        if self.build and self.build[0] == path:
+            self.progress(ch.CHECK_BUILD)
+            check_build(*self.build, self.target)
         gc.collect()
         # DeepSpeed collects garbage in every case, and what was imported never becomes any: a third of a case's time.
         gc.freeze()
@@ -191,6 +201,44 @@ class Worker:
             observation = train.run_rank(Case.parse(command.case), self.device, self.progress, self.lifecycle)
         self.progress("save")
         observation.save(Path(command.observation))
+
+
+def flush() -> None:
+    """Write out what was printed; a log that cannot be written ends no rank."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+
+
+def check_build(name: str, version: str, directory: str | None) -> None:
+    """The package that was imported is the build that was asked for: a shadowed or half deleted one must not pass.
+
+    Args:
+        directory: where its files must be; None: it is the installed one, and only its version is known.
+
+    Raises:
+        WrongBuildError: it is another one.
+    """
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        raise WrongBuildError(f"target {name}=={version} is not what runs: {name} was not imported from a file")
+    real = os.path.realpath(file)
+    if directory and not real.startswith(os.path.realpath(directory) + os.sep):
+        raise WrongBuildError(f"target {name}=={version} is not what runs: {name} was imported from {real}")
+    found = getattr(module, "__version__", None)
+    if not same_version(found, version):
+        raise WrongBuildError(f"target {name}=={version} is not what runs: {real} says version {found}")
+
+
+def same_version(one: object, other: str) -> bool:
+    """Whether two spellings are one version."""
+    from packaging.version import InvalidVersion, Version  # noqa: PLC0415
+
+    try:
+        return Version(str(one)) == Version(other)
+    except InvalidVersion:
+        return str(one) == other
 
 
 def redirect(log: Path) -> None:
@@ -294,8 +342,7 @@ def main() -> None:
     with contextlib.suppress(ch.ChannelClosed):
         worker.serve()
     # No clean-up of process groups: a peer may be gone already, and destroying a group can wait for it.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     os._exit(0)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ci.records import EVENTS, LogError, Record, Run, expected
-from reports.load import Loaded, flatten, load
+from reports.load import Loaded, flatten, load, tested
 from reports.noise import LEAST_SAMPLES, UNMEASURED, Speed, judge, samples, together
 from reports.summary import by_severity, error_share, error_text, outcome, shown_rerun
 from reports.text import MISSING, count, md, md_block, md_code, md_table, percent, seconds, times
@@ -24,6 +24,7 @@ MARKER = "<!-- tiebench compare -->"  # CI finds and edits the one comment that 
 FACTOR = 2.0  # error / limit changed by more than this is listed
 SMALL = 0.01  # below this share of the limit no change of the error is worth a line
 MOST_CHARACTERS = 65_000  # GitHub refuses comments above 65536
+MOST_UNTOLD = 3  # rows of single cases where no case has enough samples for a verdict
 CAPS = (100, 30, 10, 4)  # rows a table, tried until the comment fits
 INCOMPLETE = ("lost", "not_run")
 
@@ -167,7 +168,7 @@ def _gaps(run: Run) -> tuple[str, ...]:
     if run.torn:
         gaps.append("the head's last line is cut off")
     if run.damage:
-        gaps.append(f"{count(len(run.damage), 'row')} of the head cannot be read")
+        gaps.append(f"the head's record log is damaged ({run.damage[0]})")
     return tuple(gaps)
 
 
@@ -233,8 +234,8 @@ def _render(facts: _Facts, headline: str, step: str, code: int, cap: int) -> str
     parts = [
         MARKER,
         _first_line(headline, step, code),
-        f"Plan {md_code(head.plan)}: base {md_code(base.target)} (run {md_code(base.run_id)}), "
-        f"head {md_code(head.target)} (run {md_code(head.run_id)})",
+        f"Plan {md_code(head.plan)}: base {md_code(tested(facts.base.run))} (run {md_code(base.run_id)}), "
+        f"head {md_code(tested(facts.head.run))} (run {md_code(head.run_id)})",
         "\n".join(f"- {md(note)}" for note in notes[:cap]),
         _failures(facts, cap),
         _numerics(facts, cap),
@@ -265,7 +266,7 @@ def _failures(facts: _Facts, cap: int) -> str:
             "### Failed, timed out, lost, skipped or missing\n\n"
             + _capped(["case", "base", "head", "evidence"], rows, cap)
         )
-        first, *others = [_command(pair, facts.head.run.plan.target) for pair in [*worst, *gone][:cap]]
+        first, *others = [_command(pair, facts.head.run.plan.options) for pair in [*worst, *gone][:cap]]
         parts.append("The first one alone:\n\n" + md_block(first, "sh"))
         if others:
             parts.append(_fold("Commands for the others", md_block("\n".join(others), "sh")))
@@ -276,11 +277,11 @@ def _failures(facts: _Facts, cap: int) -> str:
     return "\n\n".join(parts)
 
 
-def _command(pair: _Pair, target: str) -> str:
-    """One line that runs the case alone against the head's target, which a missing case has no record of."""
+def _command(pair: _Pair, options: str) -> str:
+    """One line that runs the case alone with the head's target and patch, which a missing case has no record of."""
     if pair.head is not None:
         return shown_rerun(pair.head).replace("\n", " ")
-    return f"tiebench run --case {shlex.quote(pair.case)} --target {shlex.quote(target)}".replace("\n", " ")
+    return f"tiebench run --case {shlex.quote(pair.case)} {options}".strip().replace("\n", " ")
 
 
 def _said(record: Record | None) -> str:
@@ -350,11 +351,9 @@ def _speed(facts: _Facts, cap: int) -> str:
             said.append(
                 f"{count(len(few), 'case')} with insufficient data ({most} samples a side, {LEAST_SAMPLES} needed)"
             )
-        parts.append(
-            _fold(
-                "Step times: " + "; ".join(said or ["groups only"]), _capped(head, [_speed_row(s) for s in rest], cap)
-            )
-        )
+        shown = min(cap, len(rest) - len(few) + MOST_UNTOLD) if len(few) == len(facts.speeds) else cap
+        table = _capped(head, [_speed_row(s) for s in rest], shown)
+        parts.append(_fold("Step times: " + "; ".join(said or ["groups only"]), table))
     if parts and not facts.has_noise_runs:
         parts.append(
             f"<sub>Noise between runs was not measured: {UNMEASURED:.0%} is assumed. "

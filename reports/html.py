@@ -17,11 +17,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ci.records import EVENTS, Record
+from ci.records import EVENTS, Record, over_budget
 from reports import text
 from reports.columns import headroom
 from reports.load import flatten
-from reports.summary import Summary, error_share, error_text, outcome, over_budget, shown_rerun, unsaid
+from reports.summary import Summary, error_share, error_text, outcome, shown_rerun, unsaid
 
 TEMPLATES = Path(__file__).parent / "templates"
 GROUP = {

@@ -44,6 +44,14 @@ def load(directory: Path) -> Loaded:
     return Loaded(run, frame_of(run), environment, tuple(notes))
 
 
+def tested(run: Run) -> str:
+    """The builds whose cases really ran, the framework first; what was planned where none did."""
+    ran = dict.fromkeys(r.target for r in run.records if r.status in ("finished", "timeout") and r.target)
+    planned = [run.plan.target, *run.plan.targets.values()]
+    order = sorted(ran, key=lambda name: planned.index(name) if name in planned else len(planned))
+    return ", ".join(order) or run.plan.target
+
+
 def rows(run: Run) -> list[dict[str, Any]]:
     """One plain dictionary a case, keyed by column; None where a value is missing."""
     columns = columns_of(run.records)

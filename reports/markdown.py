@@ -35,7 +35,7 @@ def render(summary: Summary) -> str:
 def _facts(summary: Summary) -> str:
     plan = summary.plan
     return (
-        f"Plan {md_code(plan.plan)} against {md_code(plan.target)} · {md(summary.budget_line)} · "
+        f"Plan {md_code(plan.plan)} against {md_code(summary.target)} · {md(summary.budget_line)} · "
         f"{', '.join(f'{many} {name}' for name, many in summary.counts) or 'no case'} · started {md(plan.started_at)}"
     )
 

@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from ci.records import Finding, Record, RunRow, expected
+from ci.records import GREEN, Finding, Record, RunRow, contradiction, expected, over_budget
 from reports.columns import error_unit
-from reports.load import Loaded
+from reports.load import Loaded, tested
 from reports.text import MISSING, count, number, percent, seconds
 
 # Worst first: what a maintainer should look at first. The values of `outcome`.
 SEVERITY = (
     "bug",
+    "fault not caught",
+    "contradictory",
     "crash",
     "hang",
     "timeout",
@@ -85,6 +87,11 @@ class Summary:
         return self.loaded.run.records
 
     @property
+    def target(self) -> str:
+        """The builds whose cases really ran; what was planned where none did."""
+        return tested(self.loaded.run)
+
+    @property
     def budget_seconds(self) -> float:
         """Time budget of the run."""
         return self.plan.budget_seconds
@@ -100,6 +107,10 @@ class Summary:
 
 def outcome(record: Record) -> str:
     """One word for a record: its verdict if it finished, else what became of it. One of `SEVERITY`."""
+    if record.verdict in GREEN and record.fault:
+        return "fault not caught"
+    if contradiction(record) and record.status == "finished":
+        return "contradictory"
     if record.status == "finished":
         return record.verdict or "no verdict"
     if record.status == "timeout":
@@ -149,15 +160,6 @@ def error_share(record: Record) -> float | None:
     if record.limit <= 0:
         return 0.0 if record.error <= 0 else math.inf
     return record.error / record.limit
-
-
-def over_budget(record: Record) -> bool:
-    """The case took longer than its own limit."""
-    return (
-        record.wall_seconds is not None
-        and record.budget_seconds is not None
-        and record.wall_seconds > record.budget_seconds
-    )
 
 
 def summarize(loaded: Loaded) -> Summary:
@@ -218,6 +220,8 @@ def _headline(
 ) -> tuple[str, str, str | None]:
     run, total = loaded.run, len(loaded.run.records)
     spelled = ", ".join(f"{many} {name}" for name, many in counts)
+    if late := sum(r.status == "finished" and over_budget(r) for r in run.records):
+        spelled += f"; {late} over the time limit of a case"
     again = run.plan.command or None
     if state == "empty":
         return "NOTHING MEASURED: the plan has no case", "check the plan's name and its filters", again
@@ -241,7 +245,7 @@ def _headline(
         why = f"the run ended with exit code {run.end.exit_code}" + (f": {run.end.message}" if run.end.message else "")
     elif run.end.reason == "complete":
         why = (
-            "the record log has a gap"
+            "the record log is damaged"
             if run.torn or run.damage
             else "cases have no result although the run ended by itself"
         )
@@ -270,6 +274,8 @@ def _step(record: Record) -> str:
     name = outcome(record)
     oracle = f" by {record.oracle}" if record.oracle else ""
     return {
+        "fault not caught": f"fault {record.fault} changes nothing in this case, or no oracle sees it: find out which",
+        "contradictory": "the record contradicts itself (see the notes): run the first case again",
         "bug": f"read the evidence (flagged{oracle}), then run the first case alone",
         "crash": "read the error, then run the first case alone",
         "hang": "read the stacks, then run the first case alone",
@@ -374,13 +380,14 @@ def _oddities(loaded: Loaded) -> list[str]:
         notes.append(f"the cases ran against {len(builds)} targets: {', '.join(sorted(builds))}")
     faults = [r for r in run.records if r.fault]
     if faults:
-        notes.append(f"{count(len(faults), 'case')} ran with a bug put in on purpose")
+        notes.append(f"{count(len(faults), 'case')} ran with a bug put in on purpose: never green")
     patches = {r.patch for r in run.records if r.patch}
     if patches:
         notes.append(f"patched by the user: {', '.join(sorted(patches))}")
     late = [r for r in run.records if over_budget(r)]
     if late:
-        notes.append(f"{count(len(late), 'case')} took longer than the case's own limit")
+        names = ", ".join(r.case for r in late[:3]) + (" and others" if len(late) > 3 else "")
+        notes.append(f"{count(len(late), 'case')} took longer than the case's own limit: {names}")
     elapsed = _elapsed(loaded)
     if elapsed is not None and run.plan.budget_seconds > 0 and elapsed > run.plan.budget_seconds:
         notes.append(f"the run went over its budget by {percent(elapsed / run.plan.budget_seconds - 1)}")

@@ -45,7 +45,7 @@ def print_report(summary: Summary, console: Console | None = None) -> None:
         console.print(Text(f"and {left} more, in report.md", style="dim"))
     console.print(Rule(style="dim"))
     console.print(Text(f"{clean(summary.headline)}. ", style=STYLES.get(summary.state, BAD)), soft_wrap=False)
-    console.print(Text(f"{clean(summary.plan.plan)} against {clean(summary.plan.target)}, {summary.budget_line}"))
+    console.print(Text(f"{clean(summary.plan.plan)} against {clean(summary.target)}, {summary.budget_line}"))
     if summary.exit_code:
         console.print(Text(f"Next: {clean(summary.next_step)}"))
         if summary.next_command:

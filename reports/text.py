@@ -79,6 +79,8 @@ def size(value: float | None) -> str:
 
 def times(value: float | None) -> str:
     """A factor, as in headroom."""
+    if value is not None and 0 < value < 1e-3:
+        return f"<0.001{TIMES}"
     return MISSING if value is None else f"{number(value)}{TIMES}"
 
 

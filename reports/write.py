@@ -19,6 +19,16 @@ def write_report(directory: Path) -> Summary:
         ci.records.LogError: no run directory, or a report cannot be written (a report that was there is unchanged).
     """
     summary = summarize(load(directory))
+    write(summary)
+    return summary
+
+
+def write(summary: Summary) -> None:
+    """Write both reports of a run into its directory, each whole or not at all.
+
+    Raises:
+        ci.records.LogError: one cannot be written (a report that was there is unchanged).
+    """
+    directory = summary.loaded.run.directory
     write_whole(directory / MARKDOWN, markdown.render(summary).encode())
     write_whole(directory / HTML, html.render(summary).encode())
-    return summary

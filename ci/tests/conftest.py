@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ci import records
 from ci.ranks import Settings
+from ci.records import RunRow
 from ci.supervisor import Patch, Plan, Session, Subject
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -62,6 +64,22 @@ def tiebench(*arguments: str, cwd: Path, **options: object) -> subprocess.Comple
         timeout=300,
         check=False,
         **options,
+    )
+
+
+def run_row(cases: list[str]) -> RunRow:
+    """First row of a log made by hand."""
+    return RunRow(
+        schema=records.SCHEMA,
+        run_id="r",
+        plan="test",
+        cases=tuple(cases),
+        target="torch==2.13.0",
+        budget_seconds=60.0,
+        started_at="2026-01-01T00:00:00+00:00",
+        tiebench="0",
+        command="",
+        options="--fault x",
     )
 
 

@@ -1,3 +1,4 @@
 """Seeds that `misbehave.py` knows (that file is a patch and cannot be imported without its effect)."""
 
 HANG, ONE_RAISES, EXITS, KILLED, REFUSES, ONE_REFUSES, SLIP, NATIVE, LATE_REFUSAL, CHATTY, INVALID = range(101, 112)
+DIES_SAVING = 112

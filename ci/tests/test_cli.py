@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from ci import plans
-from ci.tests.conftest import ROOT, environment, tiebench
+from ci.records import RecordLog, read_run
+from ci.tests.conftest import ROOT, environment, run_row, tiebench
 from suites.cases import FACTORS, Case
 
 ALONE = Case("handwritten", layers=1, tp=1)
@@ -59,7 +60,20 @@ def test_a_run_prints_progress_and_report(tmp_path):
         (["run", "--case", ALONE.id, "--out", "taken"], "taken is not an empty directory"),
         (["run", "--case", ALONE.id, "--out", "taken/file"], "taken/file is not an empty directory"),
         (["run", "--case", ALONE.id, "--out", "taken/file/below"], "taken/file/below: Not a directory"),
-        (["run", "--case", ALONE.id, "--target", "no such thing =="], "no such thing =="),
+        (["run", "--case", "deepspeed:head=row", "--target", "no such thing =="], "no such thing =="),
+        (["run", "--budget", "inf"], "--budget inf"),
+        (["run", "--budget", "nan"], "--budget nan"),
+        (["run", "--case-limit", "1e400"], "--case-limit inf"),
+        (["run", "--startup-limit", "-inf"], "--startup-limit -inf"),
+        (["run", "--case-limit", "0"], "--case-limit 0"),
+        *[(["run", o, ""], f"{o} is empty") for o in ("--target", "--fault", "--shard", "--patch", "-k", "--out")],
+        (["run", "--path", "handwritten", "--target", "deepspeed==0.19.5"], "no chosen case uses it"),
+        (["run", "--case", ALONE.id, "--path", "deepspeed"], "exclude all"),
+        (
+            ["run", "--case", "deepspeed:head=row", "--case", ALONE.id, "--path", "deepspeed"],
+            f"--case {ALONE.id} is excluded by --path",
+        ),
+        (["run", "--case", ALONE.id, "--out", "x\udcff"], "no text in this locale's encoding"),
         (["list", "--plan", "weekly"], "unknown plan"),
         (["report", "nowhere"], "nowhere is no run directory"),
         (["records", "nowhere"], "nowhere is no run directory"),
@@ -138,3 +152,45 @@ def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path):
     assert "Traceback" not in said
     assert (tmp_path / "run" / "report.md").is_file()
     assert process.returncode == 0, said
+
+
+def shell(line: str, cwd) -> subprocess.CompletedProcess[str]:
+    """Run a shell line in which $T is the command line."""
+    return subprocess.run(
+        ["bash", "-c", line],
+        cwd=cwd,
+        env={**environment(), "T": f"{sys.executable} -m ci.cli"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("words", ["list --plan full", "list --explain"])
+def test_output_that_goes_nowhere(tmp_path, words):
+    gone = shell(f"$T {words} | head -1; exit ${{PIPESTATUS[0]}}", tmp_path)
+    assert (gone.returncode, gone.stderr) == (0, "")
+    closed = shell(f"$T {words} >&-", tmp_path)
+    assert (closed.returncode, closed.stderr) == (0, "")
+    full = shell(f"$T {words} > /dev/full", tmp_path)
+    assert (full.returncode, full.stderr) == (2, "tiebench: cannot write the output: No space left on device\n")
+    ascii_only = shell(f"PYTHONIOENCODING=ascii $T {words} | cat; exit ${{PIPESTATUS[0]}}", tmp_path)
+    assert (ascii_only.returncode, ascii_only.stderr) == (0, "")
+
+
+def test_a_host_that_is_not_this_machine_is_no_crash_of_the_target(tmp_path):
+    done = tiebench("run", "--case", ALONE.id, "--host", "no.such.host.invalid", "--out", "run", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout
+    assert done.stderr.startswith("tiebench: --host no.such.host.invalid: ")
+    assert done.stderr.count("\n") == 1
+    assert [r.status for r in read_run(tmp_path / "run").records] == ["lost"]
+
+
+def test_a_report_that_cannot_be_written_is_printed_all_the_same(tmp_path):
+    log = RecordLog(tmp_path / "run", run_row([ALONE.id]))
+    log.close()
+    (tmp_path / "run" / "report.md").mkdir()
+    done = tiebench("report", "run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "INCOMPLETE" in done.stdout
+    assert done.stderr == "tiebench: cannot write run/report.md: Is a directory\n"

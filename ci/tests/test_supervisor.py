@@ -6,16 +6,29 @@ import json
 import resource
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from ci import plans, records, schedule, supervisor
 from ci.ranks import Settings
-from ci.records import EVENTS, LogError, RunRow, StartedRow, read_run
+from ci.records import EVENTS, EndRow, FinalRow, Finding, LogError, Record, StartedRow, read_run
 from ci.supervisor import Patch, Plan, Session, SetupError, Subject
+from ci.targets import Target
 from ci.tests import misbehave_seeds as seeds
-from ci.tests.conftest import MISBEHAVE, assert_gone, command, environment, family, tiebench, wait_until
+from ci.tests.conftest import (
+    MISBEHAVE,
+    assert_gone,
+    command,
+    environment,
+    family,
+    run_row,
+    tiebench,
+    wait_until,
+)
+from reports.load import load
+from reports.summary import summarize
 from suites.cases import Case
 
 CLEAN = Case("handwritten", layers=1)
@@ -212,7 +225,7 @@ def test_a_foreign_directory_is_refused(tmp_path):
 
 
 def test_a_torn_last_line_is_no_damage(tmp_path):
-    log = records.RecordLog(tmp_path / "run", _run_row([ALONE.id, CLEAN.id]))
+    log = records.RecordLog(tmp_path / "run", run_row([ALONE.id, CLEAN.id]))
     log.append(StartedRow(case=ALONE.id, attempt=1, started_at="2026-01-01T00:00:00+00:00"))
     log.close()
     path = tmp_path / "run" / EVENTS
@@ -225,19 +238,141 @@ def test_a_torn_last_line_is_no_damage(tmp_path):
     assert run.records[0].rerun == f"tiebench run --case {ALONE.id} --fault x"
 
 
-def _run_row(cases: list[str]) -> RunRow:
-    return RunRow(
-        schema=records.SCHEMA,
-        run_id="r",
-        plan="test",
-        cases=tuple(cases),
-        target="torch==2.13.0",
-        budget_seconds=60.0,
-        started_at="2026-01-01T00:00:00+00:00",
-        tiebench="0",
-        command="",
-        options="--fault x",
+STAMP = "2026-01-01T00:00:00+00:00"
+BEGUN = StartedRow(case=ALONE.id, attempt=1, started_at=STAMP)
+DONE = EndRow(ended_at=STAMP, reason="complete", exit_code=0)
+
+
+def right(**changes: object) -> Record:
+    """A green record of `ALONE`, with some fields changed."""
+    given = {"case": ALONE.id, "path": "handwritten", "target": "t", "status": "finished", "verdict": "rounding"}
+    return Record(**{**given, "error": 1.0, "limit": 6.0, **changes})  # type: ignore[arg-type]
+
+
+FINAL = FinalRow(record=right())
+FLAGGED = (Finding(oracle="tie", flagged=True, evidence="broken"),)
+BEYOND = (Finding(oracle="loss", flagged=False, evidence="", error=9.0, limit=6.0),)
+
+
+@pytest.mark.parametrize(
+    ("rows_of", "said"),
+    [
+        ([BEGUN, FINAL, DONE], None),
+        ([BEGUN, FinalRow(record=right(verdict="bug")), FINAL, DONE], "two results of attempt 1 that differ"),
+        ([FINAL, DONE], "never started it"),
+        ([BEGUN, FINAL, DONE, DONE], "a row after the end"),
+        ([DONE, BEGUN, FINAL], "a row after the end"),
+        ([BEGUN, FinalRow(record=right(findings=FLAGGED)), DONE], "tie flagged it"),
+        ([BEGUN, FinalRow(record=right(oracle="tie")), DONE], "tie flagged it"),
+        ([BEGUN, FinalRow(record=right(findings=BEYOND)), DONE], "loss is beyond its limit"),
+        ([BEGUN, FinalRow(record=right(error=7.0)), DONE], "beyond its limit"),
+        ([BEGUN, FinalRow(record=right(error=None)), DONE], "beyond its limit"),
+        ([BEGUN, FinalRow(record=right(status="timeout")), DONE], "its status is timeout"),
+        ([BEGUN, FinalRow(record=right(path="deepspeed")), DONE], "its path is deepspeed"),
+        ([BEGUN, FinalRow(record=right(peak_memory_bytes=2**63)), DONE], "peak_memory_bytes"),
+        ([BEGUN, FinalRow(record=right(attempt=-1)), DONE], "attempt"),
+    ],
+)
+def test_a_log_that_contradicts_itself_is_damaged_and_never_green(tmp_path, rows_of, said):
+    with records.RecordLog(tmp_path / "run", run_row([ALONE.id])) as log:
+        for row in rows_of:
+            log.append(row)
+    run = read_run(tmp_path / "run")
+    assert summarize(load(tmp_path / "run")).exit_code == (0 if said is None else 1)
+    if said is None:
+        assert not run.damage
+    else:
+        assert any(said in line for line in run.damage), run.damage
+
+
+@pytest.mark.parametrize(("planned", "said"), [([], "is not in the plan"), ([ALONE.id, "foo"], "'foo' is no case id")])
+def test_a_plan_that_is_not_what_ran_is_damage(tmp_path, planned, said):
+    with records.RecordLog(tmp_path / "run", run_row(planned)) as log:
+        for row in (BEGUN, FINAL, DONE):
+            log.append(row)
+    assert any(said in line for line in read_run(tmp_path / "run").damage)
+    assert summarize(load(tmp_path / "run")).exit_code == 1
+
+
+def test_limits_are_numbers_of_seconds():
+    for bad in (float("inf"), float("nan"), -1.0):
+        with pytest.raises(ValueError, match="budget"):
+            Plan("test", (), bad)
+        with pytest.raises(ValueError, match="case_limit"):
+            Settings(case_limit=bad)
+
+
+def test_a_fault_that_nobody_sees_and_a_slow_judge_are_told(session, monkeypatch):
+    s = session(case_limit=60.0)
+    monkeypatch.setattr(s, "subject", Subject(patch=s.subject.patch, fault="dropped_copy"))
+    record = s.run(ALONE)
+    assert record.verdict in records.GREEN, "no copy to drop in an untied case on one rank"
+    assert record.evidence.startswith("fault dropped_copy was not caught; ")
+    assert not records.expected(record)
+
+    slow = supervisor._annotated(right(wall_seconds=82.0, judge_seconds=76.0, budget_seconds=60.0, evidence="so"))
+    assert slow.evidence == "took 82.0 s, 76.0 s of it judging: over its limit of 60 s; so"
+    assert records.expected(slow)
+
+
+def test_a_rank_that_dies_while_it_saves_is_no_crash_of_the_target(tmp_path, misbehaving):
+    with pytest.raises(SetupError, match=r"rank 0 ended with exit code 9 while it wrote to .*run"):
+        supervisor.run([ALONE.but(seed=seeds.DIES_SAVING)], tmp_path / "run", subject=misbehaving, settings=CPU)
+    assert [r.status for r in read_run(tmp_path / "run").records] == ["lost"]
+
+
+def test_a_full_file_system_is_no_crash_of_the_target(tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(small)], capture_output=True, check=False
     )
+    if mounted.returncode:
+        pytest.skip("may not mount a small file system here")
+    try:
+        ids = [word for seed in range(3) for word in ("--case", CLEAN.but(seed=seed, vocab=512).id)]
+        done = tiebench("run", "--out", "small/run", "--device", "cpu", *ids, cwd=tmp_path)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
+        assert "small/run" in done.stderr
+        assert "crash" not in done.stdout
+        assert "Traceback" not in done.stdout
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_a_second_signal_does_not_cost_the_report(tmp_path):
+    process = start_run(tmp_path, CLEAN.id, CLEAN.but(seed=seeds.HANG).id)
+    wait_until((tmp_path / "run" / "observations" / "0002").is_dir, "the second case")
+    while process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+    assert process.returncode == 143
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_a_target_that_is_not_what_runs_stops_the_run(tmp_path):
+    """A patch that takes the target off the import path: the installed build must not pass for it."""
+    pytest.importorskip("deepspeed")
+    patch = tmp_path / "p.py"
+    patch.write_text(f"import sys\nsys.path.remove({str(tmp_path / 'site')!r})\n")
+    (tmp_path / "site").mkdir()
+    build = Target("deepspeed==0.0.1", tmp_path / "site", "deepspeed", "0.0.1", None, "index")
+    subject = Subject(build=build, patch=Patch.read(patch))
+    with pytest.raises(SetupError, match=r"target deepspeed==0.0.1 is not what runs: deepspeed was imported from"):
+        supervisor.run([Case("deepspeed")], tmp_path / "run", subject=subject, settings=CPU)
+
+
+def test_the_headline_names_what_really_ran(tmp_path):
+    build = Target("deepspeed==0.0.1", tmp_path, "deepspeed", "0.0.1", None, "index")
+    cases = (ALONE, Case("deepspeed"))
+    with Session(tmp_path / "run", Plan("test", cases), Subject(build=build), CPU) as session:
+        session.skip(cases[1], "not_run", "no need")
+        session._final(right(target="torch==2.13.0"))
+    summary = summarize(load(tmp_path / "run"))
+    assert summary.plan.target == "deepspeed==0.0.1"
+    assert list(summary.plan.targets) == ["deepspeed", "handwritten"]
+    assert summary.target == "torch==2.13.0"
 
 
 def test_a_patch_that_is_no_python_is_refused_before_anything_starts(tmp_path):

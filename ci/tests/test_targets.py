@@ -1,6 +1,8 @@
 """Targets, with the real pip. Builds that pip has to fetch are installed once for the session."""
 
+import importlib
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ci import targets
+from ci import targets, worker
 from ci.targets import TargetError
 
 
@@ -238,3 +240,36 @@ def test_cache_directory(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert targets.cache_directory() == tmp_path / ".cache" / "tiebench"
+
+
+def test_an_entry_of_the_cache_that_lost_or_changed_a_file_is_made_anew(cache, tmp_path):
+    checkout = project(tmp_path / "origin")
+    pinned = f"deepspeed @ git+file://{checkout}@{git(checkout, 'rev-parse', 'HEAD')}"
+    target = targets.install(pinned)
+    package = target.directory / "deepspeed"
+    for damage in (lambda: shutil.rmtree(package), lambda: (package / "__init__.py").write_text("VALUE = 4\n")):
+        damage()
+        said = []
+        assert targets.install(pinned, said.append) == target
+        assert said == [f"target {pinned}: installing"]
+        assert (package / "__init__.py").read_text() == "VALUE = 1\n"
+
+
+def test_what_a_rank_imported_must_be_the_target(tmp_path, monkeypatch):
+    for name, version in (("asked", "1.2+abc"), ("other", "9")):
+        (tmp_path / name / "shadowed").mkdir(parents=True)
+        (tmp_path / name / "shadowed" / "__init__.py").write_text(f"__version__ = {version!r}\n")
+    directory = str(tmp_path / "asked")
+    with pytest.raises(worker.WrongBuildError, match="was not imported"):
+        worker.check_build("shadowed", "1.2+abc", directory)
+    monkeypatch.syspath_prepend(str(tmp_path / "other"))
+    importlib.import_module("shadowed")
+    with pytest.raises(worker.WrongBuildError, match=r"is not what runs: shadowed was imported from .*other"):
+        worker.check_build("shadowed", "1.2+abc", directory)
+    with pytest.raises(worker.WrongBuildError, match="says version 9"):
+        worker.check_build("shadowed", "1.2+abc", None)
+    monkeypatch.delitem(sys.modules, "shadowed")
+    monkeypatch.syspath_prepend(directory)
+    importlib.import_module("shadowed")
+    worker.check_build("shadowed", "1.2+ABC", directory)
+    monkeypatch.delitem(sys.modules, "shadowed")

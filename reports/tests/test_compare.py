@@ -104,7 +104,10 @@ def gate(make_run, base_records, head_records, **head) -> int:
 
 
 def test_gate_is_red_for_a_case_that_went_missing(make_run, record) -> None:
-    base, head = make_run("base", [record(A), record(B)]), make_run("head", [record(A)])
+    base, head = (
+        make_run("base", [record(A), record(B)]),
+        make_run("head", [record(A)], options="--target deepspeed==0.19.8"),
+    )
     result = compare(base, head)
     assert result.exit_code == 1
     assert f"| `{B}` | rounding | \u2013 | the head has no such case |" in result.markdown
@@ -314,3 +317,22 @@ def test_long_comment_is_cut_to_what_github_takes(make_run, record) -> None:
     assert "150 cases newly not as expected" in result.headline
     assert "more" in result.markdown
     assert result.exit_code == 1
+
+
+def test_step_times_that_say_nothing_take_few_lines(make_run, record) -> None:
+    cases = [f"deepspeed:tie=tied,head=row,zero=0,seed={seed}" for seed in range(40)]
+    sides = [make_run(name, [record(case) for case in cases]) for name in ("base", "head")]
+    text = compare(*sides).markdown
+    table = text[text.index("Step times") :]
+    table = table[: table.index("</details>")]
+    assert "all 40 cases of deepspeed" in table
+    assert table.count("| `deepspeed:") == 3
+    assert "and 37 more" in table
+
+
+def test_an_uncaught_fault_is_a_new_failure(make_run, record) -> None:
+    base = make_run("base", [record(A)])
+    head = make_run("head", [record(A, fault="copied_tie")])
+    result = compare(base, head)
+    assert result.exit_code == 1
+    assert "fault not caught" in result.markdown

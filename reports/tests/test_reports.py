@@ -332,3 +332,46 @@ def test_report_replaces_the_old_one_and_says_why_it_cannot(make_run, record, tm
     assert {p.name for p in directory.iterdir()} == {EVENTS, "environment.json", "report.md", "report.html"}
     with pytest.raises(LogError, match="no run directory"):
         write_report(tmp_path / "nothing")
+
+
+def test_a_fault_that_was_not_caught_is_red(make_run, record) -> None:
+    directory = make_run(
+        "fault", [record(A), record(B, fault="copied_tie", evidence="fault copied_tie was not caught")]
+    )
+    summary = write_report(directory)
+    assert (summary.state, summary.exit_code) == ("red", 1)
+    assert outcome(summary.failing[0]) == "fault not caught"
+    for text in ((directory / "report.md").read_text(), terminal(directory)):
+        assert "1 fault not caught" in text
+        assert "fault copied" in text
+
+
+def test_a_green_record_that_contradicts_itself_is_red(make_run, record) -> None:
+    directory = make_run("odd", [record(A, error=99.0, headroom=5 / 99)])
+    summary = write_report(directory)
+    assert (summary.state, summary.exit_code) == ("red", 1)
+    assert outcome(summary.failing[0]) == "contradictory"
+    assert "is rounding, but gradient is beyond its limit" in terminal(directory)
+
+
+def test_a_case_over_its_limit_is_told_in_the_headline(make_run, record) -> None:
+    directory = make_run("slow", [record(A, wall_seconds=82.0, judge_seconds=76.0)])
+    summary = write_report(directory)
+    assert summary.headline == "GREEN: the one case is as expected (1 rounding; 1 over the time limit of a case)"
+    assert f"1 case took longer than the case's own limit: {A}" in summary.notes
+
+
+def test_headroom_of_a_bug_is_short(make_run, record) -> None:
+    directory = make_run("far", [record(A, verdict="bug", error=2.7e6, headroom=5 / 2.7e6)], exit_code=1)
+    write_report(directory)
+    assert "| <0.001× |" in (directory / "report.md").read_text()  # noqa: RUF001
+    assert page(directory).has("<0.001×")  # noqa: RUF001
+
+
+def test_targets_are_those_whose_cases_ran(make_run, record) -> None:
+    names = {"deepspeed": "deepspeed==0.19.8", "handwritten": "torch==2.13.0"}
+    both = [record(A, target="torch==2.13.0"), record(B)]
+    assert summarize(load(make_run("two", both, targets=names))).target == "deepspeed==0.19.8, torch==2.13.0"
+    killed = summarize(load(make_run("none", plan=[A, B], end=None, targets=names)))
+    assert killed.target == "deepspeed==0.19.8"
+    assert [r.target for r in killed.records] == ["torch==2.13.0", "deepspeed==0.19.8"]
