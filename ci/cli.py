@@ -302,6 +302,17 @@ def run(  # noqa: PLR0917 - each is an option, given by name on the command line
     raise typer.Exit(code)
 
 
+def _again(words: Sequence[str]) -> list[str]:
+    """The words of this command without ``--out``: a run directory is used once."""
+    kept: list[str] = []
+    for word in words:
+        if kept and kept[-1] == "--out":
+            kept.pop()
+        elif not word.startswith("--out="):
+            kept.append(word)
+    return kept
+
+
 def _run(
     chosen: Sequence[Case],
     directory: Path,
@@ -313,7 +324,7 @@ def _run(
     display: Display,
 ) -> int:
     """Run the cases; exit code. A run that had to stop still gets its report, after the line that says why."""
-    display.say(f"{len(chosen)} cases, results in {directory}")
+    display.say(f"{len(chosen)} case{'s' if len(chosen) > 1 else ''}, results in {directory}")
     try:
         with display:
             done = supervisor.run(
@@ -323,7 +334,7 @@ def _run(
                 budget=budget,
                 subject=subject,
                 settings=settings,
-                command=shlex.join(["tiebench", *sys.argv[1:]]),
+                command=shlex.join(["tiebench", *_again(sys.argv[1:])]),
                 on_record=display.on_record,
                 on_start=display.on_start,
             )

@@ -9,6 +9,7 @@ This module needs msgspec only: reports import it too.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -206,7 +207,8 @@ def write_whole(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
         _sync_directory(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only directory has none to take away
+            temporary.unlink(missing_ok=True)
         raise LogError(f"cannot write {path}: {error.strerror or error}") from None
 
 

@@ -486,7 +486,7 @@ class Session:
                 "evidence": f"{failed.type}: {_paragraph(failed.message)} ({failed.where})",
             }
         if tie := _broken_tie(case, outcome):
-            evidence = f"{tie.oracle}: {tie.evidence}; then {_cause(outcome)}"
+            evidence = f"{tie.evidence}; then {_cause(outcome)}"
             return found | {"verdict": "bug", "oracle": tie.oracle, "findings": (tie,), "evidence": evidence}
         return found | {"verdict": "crash", "evidence": _cause(outcome)}
 

@@ -100,3 +100,10 @@ def columns_of(records: Iterable[Record]) -> tuple[Column, ...]:
 def _factor(name: str) -> Column:
     meaning = f"factor {name} of the case; empty: not recorded"
     return Column(FACTOR_PREFIX + name, "text", None, None, meaning, lambda record: record.factors.get(name))
+
+
+def table_markdown() -> str:
+    """The table of columns for people, as reports/README.md has it."""
+    rows = [f"| `{c.name}` | {c.unit or ''} | {c.direction or ''} | {c.meaning} |" for c in COLUMNS]
+    rows.append(f"| `{FACTOR_PREFIX}<name>` | | | value of each factor of the case, one column a factor |")
+    return "\n".join(["| column | unit | better | meaning |", "|---|---|---|---|", *rows]) + "\n"

@@ -375,9 +375,10 @@ def _oddities(loaded: Loaded) -> list[str]:
     prints = {r.environment for r in run.records if r.environment}
     if len(prints) > 1:
         notes.append(f"the cases ran in {len(prints)} different environments: {', '.join(sorted(prints))}")
-    builds = {r.target for r in run.records}
-    if len(builds) > 1:
-        notes.append(f"the cases ran against {len(builds)} targets: {', '.join(sorted(builds))}")
+    for path in sorted({r.path for r in run.records}):
+        builds = {r.target for r in run.records if r.path == path}
+        if len(builds) > 1:
+            notes.append(f"the cases of {path} ran against {len(builds)} targets: {', '.join(sorted(builds))}")
     faults = [r for r in run.records if r.fault]
     if faults:
         notes.append(f"{count(len(faults), 'case')} ran with a bug put in on purpose: never green")

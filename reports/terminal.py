@@ -70,7 +70,6 @@ def _failing(console: Console, record: Record) -> None:
 
 def _table(summary: Summary, width: int) -> Table:
     narrow, medium, wide, very_wide = (width >= least for least in (NARROW, MEDIUM, WIDE, VERY_WIDE))
-    room = width - (47 if narrow else 24)  # what the other columns of a narrow terminal leave to the id
     shown: list[tuple[bool, str, Callable[[Record], str]]] = [
         (narrow, "error / limit", lambda r: clean(error_text(r))),
         (medium or not narrow, "headroom", lambda r: times(headroom(r))),
@@ -86,13 +85,17 @@ def _table(summary: Summary, width: int) -> Table:
     table.add_column("verdict", no_wrap=True)
     for title, _ in columns:
         table.add_column(title, justify="right", no_wrap=True)
+    titles = [len("verdict"), *(len(title) for title, _ in columns)]
+    cells = [outcome, *(cell for _, cell in columns)]
+    taken = [max(size, *(len(cell(r)) for r in summary.records)) for size, cell in zip(titles, cells, strict=True)]
+    room = max(20, width - sum(size + 2 for size in taken) - 2)  # what the other columns leave to the id
     path = None
     for record in summary.records:
         name = outcome(record)
         if not medium and record.path != path:  # the path as a heading leaves the ids room
             path = record.path
             table.add_row(Text(clean(path), style="bold"))
-        case = clean(record.case) if medium else _short(record, room)
+        case = _broken(clean(record.case), room) if medium else _short(record, room)
         table.add_row(Text(case), Text(name, style=STYLES.get(name, BAD)), *(Text(cell(record)) for _, cell in columns))
     table.caption_style = "dim"
     table.caption = f"{count(len(summary.records), 'case')}: " + ", ".join(f"{n} {name}" for name, n in summary.counts)
@@ -101,12 +104,17 @@ def _table(summary: Summary, width: int) -> Table:
 
 
 def _short(record: Record, room: int) -> str:
-    """Id without its path, broken at a comma once it is too long for a narrow terminal."""
-    lines = [" "]
-    for part in clean(record.case.removeprefix(record.path + ":")).split(","):
+    """Id without its path, under the path's heading."""
+    return " " + _broken(clean(record.case.removeprefix(record.path + ":")), room - 1).replace("\n", "\n ")
+
+
+def _broken(case: str, room: int) -> str:
+    """Id broken at commas where it is longer than `room`, further lines indented."""
+    lines = [""]
+    for part in case.split(","):
         joined = f"{lines[-1]}{part},"
         if len(joined) > room and lines[-1].strip():
-            lines.append(f"   {part},")
+            lines.append(f"  {part},")
         else:
             lines[-1] = joined
     return "\n".join(lines).removesuffix(",")

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from ci.records import ENVIRONMENT, EVENTS, LogError, Record
+from reports import columns
 from reports.columns import BY_NAME, COLUMNS, METRICS, columns_of, error_unit
 from reports.load import flatten, load
 from reports.records import flat
@@ -141,3 +142,8 @@ def test_csv_guards_every_start_of_a_formula(make_run, record, start: str) -> No
 def test_unknown_format(make_run, record) -> None:
     with pytest.raises(ValueError, match="one of csv, json"):
         flat(make_run("r", [record(A)]), "xml")
+
+
+def test_readme_has_the_table_of_columns():
+    readme = Path(__file__).resolve().parents[1] / "README.md"
+    assert columns.table_markdown() in readme.read_text()

@@ -207,15 +207,16 @@ def test_oddities_are_noted(make_run, record) -> None:
     records = [
         record(A, environment="e1", patch="my.py sha256:1", wall_seconds=21.0, attempt=2),
         record(B, environment="e2", target="deepspeed==0.19.5", fault="halve"),
+        record(C, environment="e2", target="deepspeed==0.19.8"),
     ]
     notes = "\n".join(summarize(load(make_run("odd", records, budget_seconds=10.0))).notes)
     for words in (
         "2 different environments",
-        "2 targets",
+        "the cases of deepspeed ran against 2 targets",
         "patched by the user: my.py",
         "bug put in on purpose",
         "longer than the case's own limit",
-        "over its budget by +500.0%",
+        "over its budget by",
         "more than one attempt",
     ):
         assert words in notes
