@@ -9,7 +9,7 @@ import pytest
 
 from ci import schedule, targets
 from ci.plans import PLANS
-from ci.supervisor import Plan, Session, Subject, interruptible
+from ci.supervisor import Plan, Session, Subject
 from reports.write import write_report
 from suites.cases import Case
 
@@ -41,7 +41,8 @@ def training_session(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
     directory = Path(given) if given else tmp_path_factory.mktemp("run") / name
     plan = Plan(name, tuple(chosen), PLANS[name].budget_seconds, "pytest suites")
     installed = targets.install(target, print) if target else None
-    with interruptible(), Session(directory, plan, subject=Subject(build=installed)) as session:
+    # pytest's own KeyboardInterrupt ends the session: it would take any other exception for one failed test and go on.
+    with Session(directory, plan, subject=Subject(build=installed)) as session:
         yield session
     write_report(directory)
 
