@@ -56,6 +56,7 @@ class Worker:
         self.build: tuple[str, str] | None = None
         self.stacks: IO[str] | None = None
         self.lifecycle: list[Lifecycle] = []
+        self.settled: set[str] = set()  # paths that have run a case in this process
 
     def progress(self, phase: str) -> None:
         """Tell the supervisor what comes next.
@@ -199,6 +200,10 @@ class Worker:
         self.lifecycle = []
         with broken:
             observation = train.run_rank(Case.parse(command.case), self.device, self.progress, self.lifecycle)
+        if Case.parse(command.case).path not in self.settled:
+            self.settled.add(Case.parse(command.case).path)
+            gc.collect()
+            gc.freeze()  # the first case of a path imports and compiles more; see `load`
         self.progress("save")
         observation.save(Path(command.observation))
 
