@@ -197,11 +197,12 @@ class Worker:
             from suites import faults  # noqa: PLC0415
 
             broken = faults.apply(command.fault)
+        case = Case.parse(command.case)
         self.lifecycle = []
         with broken:
-            observation = train.run_rank(Case.parse(command.case), self.device, self.progress, self.lifecycle)
-        if Case.parse(command.case).path not in self.settled:
-            self.settled.add(Case.parse(command.case).path)
+            observation = train.run_rank(case, self.device, self.progress, self.lifecycle)
+        if case.path not in self.settled:
+            self.settled.add(case.path)
             gc.collect()
             gc.freeze()  # the first case of a path imports and compiles more; see `load`
         self.progress("save")

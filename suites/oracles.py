@@ -41,7 +41,7 @@ NOISE_SAMPLES = 3  # one alone is at times too lucky: its noise in one small ten
 
 @dataclass(frozen=True)
 class Finding:
-    """What one oracle says of one case; the fields are those of `ci.records.Finding`.
+    """What one oracle says of one case; all but the last two fields go into the record (`ci.records.Finding`).
 
     Args:
         oracle: its name.
@@ -67,7 +67,7 @@ class Finding:
 class Evidence:
     """All that the oracles look at: observations by rank, full tensors, and the reference at the run's own weights.
 
-    Full tensors are assembled on demand; what cannot be assembled is missing from the maps and stands in `gaps`.
+    What cannot be assembled is missing from the maps and stands in `gaps`; the reference is evaluated on demand.
     """
 
     def __init__(self, case: Case, ranks: Sequence[RankObservation], cache: ReferenceCache):

@@ -26,7 +26,7 @@ NULL = [
     *product("handwritten", head=SHARDED, tp=4, vocab=67, hidden=35, padding_idx=50),
     *product("handwritten", head="row", optimizer=["momentum", "adam"], frozen=["none", "body", "embedding"]),
     Case("handwritten", head_bias="yes", activation="transposed", register="head_first", padding_idx=0),
-    *product("handwritten", tie_when=["after_load", "meta", "after_shard"], head=SHARDED, embedding_scale=5.5),
+    *product("handwritten", tie_when=["after_load", "meta", "after_shard"], head=HEADS, embedding_scale=5.5),
     *product("handwritten", tp=1, head=HEADS, tie=TIES),
     *product("handwritten", tp=1, dp=2, zero=[0, 2], head="row"),
     *product("handwritten", seed=[1, 2, 3], head=SHARDED, hidden=35, vocab=67),
