@@ -23,10 +23,11 @@ import msgspec
 
 EVENTS = "events.jsonl"
 ENVIRONMENT = "environment.json"
-SCHEMA = 1
+SCHEMA = 2
+READABLE = (1, 2)  # 2 added measured, escalation, diagnosis, guesses, dormant and verdict_seconds
 
 Status = Literal["finished", "timeout", "lost", "not_run", "skipped"]
-Verdict = Literal["exact", "rounding", "bug", "inconclusive", "refused", "crash", "hang"]
+Verdict = Literal["exact", "rounding", "bug", "bug: precision", "inconclusive", "refused", "crash", "hang"]
 GREEN: frozenset[str] = frozenset({"exact", "rounding"})
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # what a table's column of int64 takes
 CASE_ID = re.compile(r"[a-z][\w-]*:\w+=[^,=]*(,\w+=[^,=]*)*")  # path:factor=value,…
@@ -60,6 +61,62 @@ class Finding(Row, frozen=True):
     unit: str | None = None
 
 
+class Measured(Row, frozen=True):
+    """The worst comparison of one tensor with the reference, over all steps; numbers that are not finite are None.
+
+    Args:
+        oracle: the check that it belongs to; name: the tensor; step: from 1.
+        error: relative error, root mean square; predicted: what rounding gives.
+        sees: smallest relative error of the tensor that would have been flagged.
+        sigmas: deviation in predicted sigmas in its worst scope (tensor, row, element, norm, scalar); limit: of that.
+        row: worst row; rows_wrong: share of rows above the row limit.
+    """
+
+    oracle: str
+    name: str
+    step: Count
+    scope: str
+    limit: float
+    error: float | None = None
+    predicted: float | None = None
+    sees: float | None = None
+    sigmas: float | None = None
+    row: Count = 0
+    rows_wrong: float = 0.0
+
+
+class Rung(Row, frozen=True):
+    """One run of the escalation to higher precisions.
+
+    Args:
+        arithmetic: float32, float64, …; verdict: of that run alone, "failed" where it did not end (`note` says how).
+        error: relative error of the tensor that was worst in the case's own run.
+        slope: log2 of the errors' ratio over that of the unit roundoffs: 1 for rounding, 0 for a bug.
+    """
+
+    case: str
+    arithmetic: str
+    verdict: str
+    error: float | None = None
+    slope: float | None = None
+    note: str = ""
+
+
+class Guess(Row, frozen=True):
+    """One class of public bugs that the deviation looks like, the likeliest first."""
+
+    bug_class: Count
+    name: str
+    why: str
+
+
+class Dormant(Row, frozen=True):
+    """A class of bugs that this case could not have shown, and why."""
+
+    bug_class: Count
+    reason: str
+
+
 class Record(Row, frozen=True):
     """One case's whole result: one row of every report.
 
@@ -76,6 +133,11 @@ class Record(Row, frozen=True):
     oracle: str | None = None  # names of the oracles that flagged, joined by ", "
     evidence: str = ""  # one paragraph for people
     findings: tuple[Finding, ...] = ()
+    measured: tuple[Measured, ...] = ()  # one per tensor
+    escalation: tuple[Rung, ...] = ()  # runs at higher precisions, where the case's own could not tell
+    diagnosis: str = ""  # where a deviation comes from: module, rank, rows
+    guesses: tuple[Guess, ...] = ()
+    dormant: tuple[Dormant, ...] = ()
     factors: dict[str, str] = {}
     error: float | None = None
     limit: float | None = None
@@ -86,7 +148,8 @@ class Record(Row, frozen=True):
     tokens_per_second: float | None = None
     peak_memory_bytes: Count | None = None  # largest over ranks: resident set on CPU, allocator peak on CUDA
     startup_seconds: float | None = None  # of the set of ranks, if it was started for this case; else 0
-    judge_seconds: float | None = None  # reference and oracles
+    judge_seconds: float | None = None  # reference and oracles, runs at higher precisions included
+    verdict_seconds: float | None = None  # everything beyond training: judging, and reading the live model on the ranks
     wall_seconds: float | None = None
     budget_seconds: float | None = None  # this case's own limit
     attempt: Count = 1
@@ -266,8 +329,8 @@ def read_run(directory: Path) -> Run:
     if not rows or not isinstance(rows[0], RunRow) or (damage and damage[0].startswith(f"{path.name} line 1:")):
         raise LogError(f"{path} does not start with a run row" + (f" ({damage[0]})" if damage else ""))
     plan = rows[0]
-    if plan.schema != SCHEMA:
-        raise LogError(f"{path} has schema {plan.schema}; this tiebench reads schema {SCHEMA}")
+    if plan.schema not in READABLE:
+        raise LogError(f"{path} has schema {plan.schema}; this tiebench reads schemas {READABLE[0]} to {SCHEMA}")
     started: dict[str, StartedRow] = {}
     final: dict[str, Record] = {}
     end: EndRow | None = None
@@ -323,8 +386,15 @@ def contradiction(record: Record) -> str | None:
         return None
     if record.status != "finished":
         return f"its status is {record.status}"
-    if flagged := [f.oracle for f in record.findings if f.flagged] or ([record.oracle] if record.oracle else []):
+    # A higher precision has cleared what was measured, but not what is either so or not.
+    cleared = any(rung.verdict in GREEN for rung in record.escalation)
+    flagged = [f.oracle for f in record.findings if f.flagged and not (cleared and f.error is not None)]
+    if not record.findings and record.oracle:
+        flagged = [record.oracle]
+    if flagged:
         return f"{', '.join(flagged)} flagged it"
+    if cleared:
+        return None
     beyond = [f.oracle for f in record.findings if _beyond(f)]
     if _beyond(record) or (record.limit is not None and record.error is None):
         beyond.insert(0, record.error_of or "its largest deviation")

@@ -12,6 +12,7 @@ import gc
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import re
 import shlex
@@ -22,11 +23,11 @@ import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
@@ -38,6 +39,7 @@ from suites.cases import Case
 
 if TYPE_CHECKING:
     from ci.targets import Target
+    from suites.observe import RankObservation
     from suites.reference import ReferenceCache
 
 OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
@@ -47,6 +49,7 @@ EVIDENCE_LIMIT = 900
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PACKAGE = {"handwritten": "torch"}  # path -> the package that is under test; else it is called like the path
 
+_RowType = TypeVar("_RowType", bound=records.Row)
 OnRecord = Callable[[Record], None]
 
 
@@ -251,20 +254,21 @@ class Session:
         """Whether a set of ranks has to be started for this case."""
         return case.world_size not in self.sets
 
-    def run(self, case: Case) -> Record:
-        """Run one case to its record.
+    def run(self, case: Case, fault: str | None = None) -> Record:
+        """Run one case to its record, with the subject's fault or with one of its own.
 
         Raises:
             SetupError: the run cannot go on (patch, disk); LogError: a row cannot be written.
         """
         self._count += 1
         attempt = self._attempts[case.id] = self._attempts.get(case.id, 0) + 1
-        base = self._base(case, attempt)
+        fault = fault or self.subject.fault
+        base = self._base(case, attempt, fault)
         self._log.append(StartedRow(case=case.id, attempt=attempt, started_at=str(base["started_at"])))
         observations = self.directory / "observations" / f"{self._count:04d}"
         begin = time.monotonic()
         try:
-            result = self._attempt(case, observations)
+            result = self._attempt(case, observations, fault)
         except (SetupError, LogError) as error:
             self._kill_all()
             with contextlib.suppress(LogError):
@@ -297,7 +301,7 @@ class Session:
 
     def skip(self, case: Case, status: Literal["not_run", "skipped"], reason: str) -> Record:
         """Write the record of a case that is not run, and why."""
-        base = self._base(case, self._attempts.get(case.id, 0) + 1)
+        base = self._base(case, self._attempts.get(case.id, 0) + 1, self.subject.fault)
         return self._final(
             Record(**{**base, "started_at": None, "budget_seconds": None}, status=status, evidence=reason)
         )
@@ -324,7 +328,7 @@ class Session:
 
     # One case
 
-    def _base(self, case: Case, attempt: int) -> dict[str, Any]:
+    def _base(self, case: Case, attempt: int, fault: str | None = None) -> dict[str, Any]:
         return {
             "case": case.id,
             "path": case.path,
@@ -333,12 +337,12 @@ class Session:
             "attempt": attempt,
             "started_at": now(),
             "budget_seconds": self.settings.case_limit,
-            "fault": self.subject.fault,
+            "fault": fault,
             "patch": self.subject.patch.name if self.subject.patch else None,
-            "rerun": self.subject.rerun(case.id),
+            "rerun": replace(self.subject, fault=fault).rerun(case.id),
         }
 
-    def _attempt(self, case: Case, observations: Path) -> dict[str, Any]:
+    def _attempt(self, case: Case, observations: Path, fault: str | None) -> dict[str, Any]:
         """Fields of the record that the run of a case fills."""
         begin = time.monotonic()
         limit = min(self.settings.startup_limit, self.left)
@@ -357,13 +361,13 @@ class Session:
         except OSError as error:
             raise self._unwritable(error) from None
         limit = min(self.settings.case_limit, self.left)
-        outcome = ranks.run(case.id, observations, self.subject.fault, limit)
+        outcome = ranks.run(case.id, observations, fault, limit)
         common["budget_seconds"] = limit
         if not outcome.good:
             self._drop(case.world_size)
             what = f"no result within {limit:.0f} s"
             return common | self._bad(case, outcome, what, cut=limit < self.settings.case_limit)
-        return common | self._judged(case, observations)
+        return common | self._judged(case, observations, fault)
 
     def _ready(self, case: Case, limit: float) -> Outcome | None:
         """A set of ranks for the case, with its framework imported. Returns None when it was there already."""
@@ -423,7 +427,29 @@ class Session:
         data = json.dumps(found, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
         records.write_whole(self.directory / records.ENVIRONMENT, data)
 
-    def _judged(self, case: Case, observations: Path) -> dict[str, Any]:
+    def _again(self, case: Case, observations: Path, fault: str | None) -> list[RankObservation]:
+        """Run one more case on the same ranks, for a verdict that needs it.
+
+        Raises:
+            RunFailed: it did not end well, or there is no time or no rank left for it.
+        """
+        from suites.observe import RankObservation  # noqa: PLC0415
+        from suites.verdict import RunFailed  # noqa: PLC0415
+
+        ranks, limit = self.sets.get(case.world_size), min(self.settings.case_limit, self.left)
+        if ranks is None or limit <= 0:
+            raise RunFailed("no ranks are left" if ranks is None else "no time is left")
+        try:
+            observations.mkdir(parents=True)
+        except OSError as error:
+            raise self._unwritable(error) from None
+        outcome = ranks.run(case.id, observations, fault, limit)
+        if not outcome.good:
+            self._drop(case.world_size)
+            raise RunFailed(_cause(outcome) if outcome.failures or outcome.deaths else outcome.places())
+        return [RankObservation.load(observations / f"rank{r}.safetensors") for r in range(case.world_size)]
+
+    def _judged(self, case: Case, observations: Path, fault: str | None) -> dict[str, Any]:
         """Judge the observations of a case that every rank finished."""
         from suites import verdict  # noqa: PLC0415
         from suites.observe import RankObservation  # noqa: PLC0415
@@ -434,7 +460,12 @@ class Session:
         if self._references is None:
             self._references = ReferenceCache()
         with _one_thread():  # the same sums on every machine, and no threads that wait for busy cores
-            judged = verdict.judge(case, seen, self._references)
+            judged = verdict.conclude(
+                case,
+                seen,
+                self._references,
+                lambda rung: self._again(rung, observations / f"at {rung.dtype} seed {rung.seed}", fault),
+            )
         seconds = [max(steps) for steps in zip(*([s.seconds for s in r.steps] for r in seen), strict=True)]
         median = statistics.median(seconds[1:])
         return {
@@ -456,7 +487,10 @@ class Session:
             "step_seconds": tuple(seconds),
             "tokens_per_second": case.tokens_per_step / median,
             "peak_memory_bytes": max(r.peak_memory_bytes for r in seen),
-            "judge_seconds": time.monotonic() - begin,
+            "measured": tuple(_plain(records.Measured, row) for row in judged.measured),
+            "escalation": tuple(_plain(records.Rung, rung) for rung in judged.rungs),
+            "judge_seconds": (judging := time.monotonic() - begin),
+            "verdict_seconds": judging + max(r.observing_seconds for r in seen),
         }
 
     def _bad(self, case: Case, outcome: Outcome, what: str, *, cut: bool) -> dict[str, Any]:
@@ -673,6 +707,12 @@ def version() -> str:
         found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         return f"{number} ({found.stdout.strip()})"
     return number
+
+
+def _plain(kind: type[_RowType], found: Any) -> _RowType:
+    """A row of the record from a dataclass of the same fields; numbers that are not finite become None."""
+    values = {f.name: getattr(found, f.name) for f in fields(found)}
+    return kind(**{n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()})
 
 
 def _broken_tie(case: Case, outcome: Outcome) -> records.Finding | None:

@@ -138,8 +138,11 @@ class Case:
     layers: int = _factor(2, "decoder blocks", low=1)
     sequence: int = _factor(8, "tokens in a sequence", low=4)
     batch: int = _factor(4, "sequences in a micro-batch of one data-parallel rank", low=1)
-    dtype: str = _factor("float32", "precision of weights and arithmetic", ("float32", "float64"), unsupported={
-        "deepspeed": {"float64": "DeepSpeed keeps fp32 master weights (ZeRO 1-3) or asserts (ZeRO 0): no true fp64"}})
+    dtype: str = _factor("float32", "precision of weights and arithmetic; bfloat16 and float16 train fp32 master "
+                         "weights", ("float32", "float64", "bfloat16", "float16"), unsupported={
+        "deepspeed": {"float64": "DeepSpeed keeps fp32 master weights (ZeRO 1-3) or asserts (ZeRO 0): no true fp64",
+                      "bfloat16": "reading DeepSpeed's fp32 master weights is not built yet",
+                      "float16": "DeepSpeed has no fp16 on CPU"}})
     optimizer: str = _factor("sgd", "torch optimizer, settings in suites/optimizers.py",
                              ("sgd", "momentum", "adam", "adamw"))
     clip: float = _factor(0.0, "largest global gradient norm; 0 means no clipping", low=0.0)
@@ -164,6 +167,9 @@ class Case:
                           "embedding (with a tie: the shared weight)", ("none", "body", "embedding"))
     seed: int = _factor(0, "seed of the initial weights and of the data", low=0)
     steps: int = _factor(3, "optimizer steps; fewer than 3 would hide stale state", low=3)
+    matmul: str = _factor("ieee", "how fp32 matrices are multiplied: as IEEE says, with inputs rounded to TF32 (real "
+                          "on CUDA, emulated on CPU), or with inputs cut to it (emulated, CPU only)",
+                          ("ieee", "tf32", "tf32_truncated"))
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -268,6 +274,7 @@ RULES: tuple[Rule, ...] = (
         "an embedding_scale outside 0.001 to 1000 leaves one part of the model below the rounding of the other",
     ),
     Rule(lambda c: not c.tied and c.tie_when != "construction", "an untied model never makes a tie"),
+    Rule(lambda c: c.matmul != "ieee" and c.dtype != "float32", "TF32 is a way to multiply fp32 matrices"),
     Rule(
         lambda c: not c.tied and c.embedding_spec != "none",
         "AutoTP cuts an untied embedding that an entry names over hidden and does not gather its output (meant for "

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from suites.cases import FFN, HEAD_DIM, HEADS, Case
 from suites.data import IGNORED
+from suites.precision import at_least_fp32
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -28,7 +29,7 @@ ROW = ("o_proj", "down_proj")
 
 def causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
     """Mean cross-entropy over the labels that count; labels are the next tokens already (no shift here)."""
-    return F.cross_entropy(logits.reshape(-1, vocab_size), labels.reshape(-1), ignore_index=IGNORED)
+    return F.cross_entropy(at_least_fp32(logits).reshape(-1, vocab_size), labels.reshape(-1), ignore_index=IGNORED)
 
 
 class RMSNorm(nn.Module):
@@ -40,7 +41,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, hidden] -> [..., hidden]."""
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+        wide = at_least_fp32(x)
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * self.weight
 
 
 class Block(nn.Module):
@@ -73,7 +75,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (t.view(batch, sequence, width // HEAD_DIM, HEAD_DIM).transpose(1, 2) for t in (q, k, v))
     scores = q @ k.transpose(-1, -2) / math.sqrt(HEAD_DIM)
     future = torch.ones(sequence, sequence, dtype=torch.bool, device=q.device).triu(1)
-    mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
+    mixed = at_least_fp32(scores.masked_fill(future, float("-inf"))).softmax(-1).to(v.dtype) @ v
     return mixed.transpose(1, 2).reshape(batch, sequence, width)
 
 

@@ -15,13 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Largest deviation, in predicted sigmas, that is still rounding. suites/README.md has what null runs and faults show.
-LIMITS = {"tensor": 6.0, "row": 12.0, "element": 40.0, "scalar": 20.0, "replay": 50.0}
+from suites.limits import TABLE
 
-
-def unit_roundoff(dtype: torch.dtype) -> float:
-    """Half the distance from 1 to the next number: 2**-24 for fp32, 2**-53 for fp64."""
-    return torch.finfo(dtype).eps / 2
+LIMITS = {scope: limit.value for scope, limit in TABLE.items()}
 
 
 @dataclass(frozen=True)
@@ -39,6 +35,7 @@ class Deviation:
         rows_wrong: share of rows whose error is above the row limit.
         sees: smallest relative error of the whole tensor that would have been flagged; infinite where the reference is
             zero or not finite.
+        coherence: cosine of the angle between error and reference, from 0 to 1: near 0 for rounding, 1 for a factor.
     """
 
     name: str
@@ -50,6 +47,7 @@ class Deviation:
     row: int
     rows_wrong: float
     sees: float
+    coherence: float = 0.0
 
 
 def deviation(name: str, run: Tensor, reference: Tensor, noise: Tensor, u: float) -> Deviation:
@@ -91,12 +89,18 @@ def deviation(name: str, run: Tensor, reference: Tensor, noise: Tensor, u: float
         row=int((row_error / sigma_row).nan_to_num(math.inf).argmax()),
         rows_wrong=float(wrong.double().mean()) if finite else 1.0,
         sees=LIMITS["tensor"] * sigma / scale if scale and told else math.inf,
+        coherence=_cosine(error, reference) if finite and told else 0.0,
     )
 
 
 def _rows(tensor: Tensor) -> Tensor:
     """[rows, columns]; a vector is one row, since a row of one element has no root mean square to speak of."""
     return tensor.double().reshape(-1, tensor.shape[-1])
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    size = float(a.norm() * b.norm())
+    return abs(float((a * b).sum())) / size if size else 0.0
 
 
 def _rms(tensor: Tensor) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class StepObservation:
         gradients: per parameter, complete over data-parallel ranks, before clipping.
         gradient_norm: global norm before clipping as the path reports it, None where it reports none.
         weights: per parameter, after the step.
+        masters: per parameter, the fp32 master weight after the step; empty where the weights themselves are updated.
         collectives: names of the collectives that this rank issued, in order, as ``allreduce/2`` over two ranks
         (first step only).
         seconds: wall clock of forward, backward and optimizer step, observing excluded.
@@ -84,6 +85,7 @@ class StepObservation:
     weights: Mapping[str, Piece]
     collectives: tuple[str, ...] | None
     seconds: float
+    masters: Mapping[str, Piece] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class RankObservation:
         initial: weights before the first step.
         peak_memory_bytes: resident-set peak on CPU, allocator peak on CUDA; of this case alone.
         zero_stage: ZeRO stage that ran, read off the live optimizer.
+        switches: what changes numbers in this process (`suites.precision.switches`), read while the case ran.
+        observing_seconds: wall clock of reading all this off the live model.
     """
 
     rank: int
@@ -108,6 +112,8 @@ class RankObservation:
     steps: tuple[StepObservation, ...]
     peak_memory_bytes: int
     zero_stage: int
+    switches: Mapping[str, str] = field(default_factory=dict)
+    observing_seconds: float = 0.0
 
     def save(self, path: Path) -> None:
         """Write to `path` in the safetensors format: the tensors, and all else as JSON beside them."""
@@ -158,6 +164,7 @@ def _rank(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RankObservat
                 "logits": tuple(piece(item) for item in step["logits"]),
                 "gradients": pieces(step["gradients"]),
                 "weights": pieces(step["weights"]),
+                "masters": pieces(step["masters"]),
                 "collectives": None if step["collectives"] is None else tuple(step["collectives"]),
             }
         )

@@ -11,32 +11,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from suites import layouts, optimizers
 from suites.cases import Case
+from suites.evidence import Evidence
+from suites.limits import BLIND, BLIND_LOW
 from suites.model import EMBEDDING, HEAD, initial_weights, parameter_shapes, trainable
-from suites.numerics import LIMITS, Deviation, deviation, unit_roundoff
-from suites.observe import (
-    Assembled,
-    Lifecycle,
-    ObservationError,
-    Piece,
-    RankObservation,
-    assemble,
-    bitwise_equal,
-    by_rank,
-)
-from suites.reference import Evaluation, ReferenceCache, digest_of
-
-# Relative error that must be visible for a clean result to mean anything: of a tensor; of the largest update (replay).
-BLIND = {False: 0.1, True: 0.5}
-NOISE_SAMPLES = 3  # one alone is at times too lucky: its noise in one small tensor a quarter of what is usual
+from suites.numerics import LIMITS, Deviation
+from suites.observe import Assembled, Lifecycle, bitwise_equal
+from suites.precision import LOW, MATMUL, master_dtype, measured_matmul
+from suites.reference import Evaluation
 
 
 @dataclass(frozen=True)
@@ -62,123 +51,6 @@ class Finding:
     unit: str | None = None
     step: int = 0
     blind: str = ""
-
-
-class Evidence:
-    """All that the oracles look at: observations by rank, full tensors, and the reference at the run's own weights.
-
-    What cannot be assembled is missing from the maps and stands in `gaps`; the reference is evaluated on demand.
-    """
-
-    def __init__(self, case: Case, ranks: Sequence[RankObservation], cache: ReferenceCache):
-        self.case = case
-        self.ranks = by_rank(ranks)
-        self.cache = cache
-        self.gaps: list[str] = []
-        self._digests: dict[int, bytes] = {}
-        self._gradient_noise: dict[tuple[int, str], Tensor] = {}
-        self.dtype = getattr(torch, case.dtype)
-        self.u = unit_roundoff(self.dtype)
-        shapes = parameter_shapes(case)
-        self.initial = self._all("initial weights", {n: self._pieces(n, "initial", None) for n in shapes})
-        self.weights: list[dict[str, Assembled]] = []  # after each step
-        self.gradients: list[dict[str, Assembled]] = []
-        self.logits: list[dict[tuple[int, int], Assembled]] = []
-        for step in range(case.steps):
-            names = [n for n in shapes if trainable(case, n)]
-            self.weights.append(
-                self._all(f"step {step + 1} weight", {n: self._pieces(n, "weights", step) for n in shapes})
-            )
-            self.gradients.append(
-                self._all(f"step {step + 1} gradient", {n: self._pieces(n, "gradients", step) for n in names})
-            )
-            self.logits.append(self._logits(step))
-
-    def _pieces(self, name: str, kind: str, step: int | None) -> dict[tuple[int, int], Piece]:
-        found = {}
-        for place, rank in self.ranks.items():
-            if step is not None and step >= len(rank.steps):
-                continue
-            holder: Mapping[str, Piece] = getattr(rank if step is None else rank.steps[step], kind)
-            if name in holder:
-                found[place] = holder[name]
-        return found
-
-    def _all(self, what: str, pieces: Mapping[str, Mapping[tuple[int, int], Piece]]) -> dict[str, Assembled]:
-        shapes = parameter_shapes(self.case)
-        whole = {}
-        for name, placed in pieces.items():
-            try:
-                whole[name] = assemble(name, placed, shapes[name], self.case.tp, self.case.dp)
-            except ObservationError as error:
-                self.gaps.append(f"{what} {error}")
-        return whole
-
-    def _logits(self, step: int) -> dict[tuple[int, int], Assembled]:
-        case, found = self.case, {}
-        for dp_rank in range(case.dp):
-            for micro in range(case.accumulate):
-                placed = {
-                    (tp, 0): rank.steps[step].logits[micro]
-                    for (tp, dp), rank in self.ranks.items()
-                    if dp == dp_rank and step < len(rank.steps) and micro < len(rank.steps[step].logits)
-                }
-                try:
-                    shape = (case.batch, case.sequence, case.vocab)
-                    # Each data-parallel rank has logits of its own: a mesh of one such rank.
-                    found[dp_rank, micro] = assemble("logits", placed, shape, case.tp, 1)
-                except ObservationError as error:
-                    self.gaps.append(f"step {step + 1} micro-batch {micro} of data-parallel rank {dp_rank}: {error}")
-        return found
-
-    def before(self, step: int) -> dict[str, Assembled]:
-        """Weights that step `step` (from 0) started from."""
-        return self.initial if step == 0 else self.weights[step - 1]
-
-    @cached_property
-    def exact(self) -> list[Evaluation | None]:
-        """fp64 reference of each step at the run's own weights, None where these could not be assembled."""
-        return [self._evaluate(step, torch.float64) for step in range(self.case.steps)]
-
-    @cached_property
-    def rounded(self) -> list[Evaluation | None]:
-        """Unsharded fp32 run of each step at the run's own weights."""
-        return [self._evaluate(step, torch.float32) for step in range(self.case.steps)]
-
-    @cached_property
-    def samples(self) -> list[list[Evaluation]]:
-        """What rounding looks like in each step: the unsharded fp32 run, and some with weights moved by a roundoff."""
-        found = []
-        for step, plain in enumerate(self.rounded):
-            moved = [self._evaluate(step, torch.float32, seed) for seed in range(1, NOISE_SAMPLES)]
-            found.append([evaluation for evaluation in (plain, *moved) if evaluation])
-        return found
-
-    def _evaluate(self, step: int, dtype: torch.dtype, perturbed: int = 0) -> Evaluation | None:
-        weights = {name: whole.value for name, whole in self.before(step).items()}
-        if set(weights) != set(parameter_shapes(self.case)):
-            return None
-        if step not in self._digests:
-            self._digests[step] = digest_of(weights)
-        digest = self._digests[step]
-        return self.cache.evaluate(self.case, weights, step, dtype, perturbed=perturbed, digest=digest)
-
-    def noise(self, step: int, exact: Tensor, pick: Callable[[Evaluation], Tensor]) -> Tensor:
-        """Errors of unsharded runs at the case's precision, one sample along dimension 0.
-
-        Measured in fp32 and scaled by the unit roundoffs.
-        """
-        scale = self.u / unit_roundoff(torch.float32)
-        return (torch.stack([pick(sample) for sample in self.samples[step]]).double() - exact.double()) * scale
-
-    def gradient_noise(self, step: int, name: str) -> Tensor:
-        """`noise` of one parameter's gradient."""
-        exact = self.exact[step]
-        if exact is None:
-            raise ObservationError(f"step {step + 1} has no reference")
-        if (step, name) not in self._gradient_noise:
-            self._gradient_noise[step, name] = self.noise(step, exact.gradients[name], _gradient_of(name))
-        return self._gradient_noise[step, name]
 
 
 # --- exact oracles -------------------------------------------------------------------------------------------------
@@ -365,8 +237,12 @@ def census(e: Evidence) -> Finding:
 # --- numeric oracles -----------------------------------------------------------------------------------------------
 
 
-def _worst(oracle: str, found: Sequence[tuple[int, Deviation]], extra: str = "") -> Finding:
-    """Finding of a numeric oracle from all its deviations, each with its step (from 0)."""
+def _worst(oracle: str, found: Sequence[tuple[int, Deviation]], least: float, extra: str = "") -> Finding:
+    """Finding of a numeric oracle from all its deviations, each with its step (from 0).
+
+    Args:
+        least: relative error that must be visible for a clean result to mean anything.
+    """
     if not found:
         return Finding(oracle, False, "nothing to compare", blind="nothing to compare")
     flagged = [item for item in found if not item[1].score <= 1]  # not finite: flagged
@@ -376,7 +252,7 @@ def _worst(oracle: str, found: Sequence[tuple[int, Deviation]], extra: str = "")
     limit = LIMITS[worst.scope]
     dullest_step, dullest = max(found, key=lambda item: item[1].sees)
     blind = ""
-    if not dullest.sees <= BLIND[worst.scope == "replay"]:
+    if not dullest.sees <= least:
         blind = f"cannot see errors below {dullest.sees:.0e} of {dullest.name} (step {dullest_step + 1})"
     where = f"{worst.name} step {step + 1}"
     if flagged:
@@ -402,80 +278,88 @@ def _sigmas(value: float) -> str:
     return "not finite:" if math.isinf(value) else f"{value:.3g}"
 
 
+def _least(e: Evidence) -> float:
+    return BLIND_LOW.get(e.arithmetic, BLIND["tensor"])
+
+
+def _compared(e: Evidence, oracle: str) -> list[tuple[int, Deviation]]:
+    return [(found.step, found.deviation) for found in e.comparisons if found.oracle == oracle]
+
+
 def loss(e: Evidence) -> Finding:
     """Loss of every micro-batch on every data-parallel rank against the reference."""
-    found = []
-    for step, exact in enumerate(e.exact):
-        if exact is None:
-            continue
-        keys = sorted(exact.loss)
-
-        def pick(evaluation: Evaluation, keys: list[tuple[int, int]] = keys) -> Tensor:
-            return torch.tensor([evaluation.loss[k] for k in keys], dtype=torch.float64)
-
-        reference = pick(exact)
-        noise = e.noise(step, reference, pick)
-        sigma = max(float(noise.square().mean().sqrt()), e.u * float(reference.abs().mean()))
-        for (_, dp_rank), rank in sorted(e.ranks.items()):
-            if step >= len(rank.steps):
-                continue
-            for i, (dp, micro) in enumerate(keys):
-                if dp == dp_rank and micro < len(rank.steps[step].loss):
-                    run, name = rank.steps[step].loss[micro], f"micro-batch {micro}"
-                    found.append((step, _scalar(name, run, float(reference[i]), sigma)))
-    return _worst("loss", found)
-
-
-def _scalar(name: str, run: float, reference: float, sigma: float) -> Deviation:
-    sigmas = abs(run - reference) / sigma if math.isfinite(run) else math.inf
-    scale = abs(reference) or 1.0
-    limit = LIMITS["scalar"]
-    return Deviation(
-        name=name,
-        score=sigmas / limit,
-        scope="scalar",
-        sigmas=sigmas,
-        relative=sigmas * sigma / scale,
-        predicted=sigma / scale,
-        row=0,
-        rows_wrong=0.0,
-        sees=limit * sigma / scale,
-    )
-
-
-def _logits_of(key: tuple[int, int]) -> Callable[[Evaluation], Tensor]:
-    return lambda evaluation: evaluation.logits[key]
-
-
-def _gradient_of(name: str) -> Callable[[Evaluation], Tensor]:
-    return lambda evaluation: evaluation.gradients[name]
+    return _worst("loss", _compared(e, "loss"), _least(e))
 
 
 def logits(e: Evidence) -> Finding:
     """Full logits of every micro-batch against the reference."""
-    found = []
-    for step, exact in enumerate(e.exact):
-        if exact is None:
-            continue
-        for key, whole in e.logits[step].items():
-            reference = exact.logits[key]
-            noise = e.noise(step, reference, _logits_of(key))
-            found.append((step, deviation(f"micro-batch {key[1]}", whole.value, reference, noise, e.u)))
-    return _worst("logits", found)
+    return _worst("logits", _compared(e, "logits"), _least(e))
 
 
 def gradient(e: Evidence) -> Finding:
     """Every full gradient against the reference at the run's own weights; a tied one sums both contributions."""
-    found, parts = [], ""
-    for step, exact in enumerate(e.exact):
-        if exact is None:
-            continue
+    found, parts = _compared(e, "gradient"), ""
+    if e.case.tied:
+        for step, wrong in found:
+            exact = e.exact[step]
+            if wrong.name in (EMBEDDING, HEAD) and not wrong.score <= 1 and exact:
+                parts = f"; {wrong.name} holds {contributions(e.gradients[step][wrong.name].value, exact)}"
+                break
+    return _worst("gradient", found, _least(e), parts)
+
+
+def switches(e: Evidence) -> Finding:
+    """What changes numbers is as the case asks, on every rank, and was the same for the reference."""
+    seen = {rank.rank: rank.switches for rank in sorted(e.ranks.values(), key=lambda rank: rank.rank)}
+    problems = []
+    for rank, found in seen.items():
+        how = found.get(MATMUL, "unknown")
+        if how != e.case.matmul and e.case.dtype == "float32":
+            problems.append(f"rank {rank} multiplies in {how}, the case asks for {e.case.matmul}")
+        if found.get("autocast", "False") != "False":
+            problems.append(f"rank {rank} runs under autocast")
+    first = min(seen)
+    for rank, found in seen.items():
+        for name in sorted({*found, *seen[first]}):
+            mine, theirs = found.get(name, "not set"), seen[first].get(name, "not set")
+            if mine != theirs and name != MATMUL:
+                problems.append(f"{name} is {mine} on rank {rank}, {theirs} on rank {first}")
+    here = measured_matmul(torch.device("cpu"))
+    if here != "ieee":
+        problems.append(f"the reference's process multiplies in {here}: its fp32 is no IEEE fp32")
+    if problems:
+        return Finding("switches", True, "; ".join(problems[:3]))
+    shown = seen[first].get(MATMUL, "unknown")
+    return Finding("switches", False, f"every rank multiplies fp32 in {shown}, as asked; all switches equal")
+
+
+def precision(e: Evidence) -> Finding:
+    """No precision is lost on the way: fp32 master weights and gradient sums under a low precision, and no tensor whose
+    values all fit a lower precision than its own where the unsharded run's do not.
+    """
+    wanted = master_dtype(e.case)
+    for step in range(e.case.steps):
         for name, whole in e.gradients[step].items():
-            reference = exact.gradients[name]
-            found.append((step, deviation(name, whole.value, reference, e.gradient_noise(step, name), e.u)))
-            if e.case.tied and name in (EMBEDDING, HEAD) and found[-1][1].score > 1 and not parts:
-                parts = f"; {name} holds {contributions(whole.value, exact)}"
-    return _worst("gradient", found, parts)
+            if whole.value.dtype != wanted:
+                text = f"the gradient of {name} is summed in {whole.value.dtype} and should be in {wanted}"
+                return Finding("precision", True, text, step=step + 1)
+            if e.case.dtype not in LOW:
+                continue
+            master = e.masters[step].get(name)
+            if master is None or master.value.dtype != wanted:
+                held = "none" if master is None else f"one in {master.value.dtype}"
+                text = f"{name} has no master weight in {wanted} ({held}) in step {step + 1}"
+                return Finding("precision", True, text, step=step + 1)
+        for what, grid in e.on_grid(step):
+            text = f"{what} in step {step + 1} holds nothing but {grid} values, in {whole_dtype(e, what)}"
+            return Finding("precision", True, text, step=step + 1)
+    kept = "fp32 master weights and gradient sums" if e.case.dtype in LOW else f"{e.case.dtype} throughout"
+    return Finding("precision", False, kept)
+
+
+def whole_dtype(e: Evidence, what: str) -> str:
+    """Name of the precision that a tensor should have the values of."""
+    return e.case.dtype if what.startswith("logits") else str(master_dtype(e.case)).removeprefix("torch.")
 
 
 def contributions(run: Tensor, exact: Evaluation) -> str:
@@ -488,30 +372,18 @@ def contributions(run: Tensor, exact: Evaluation) -> str:
 
 
 def gradient_norm(e: Evidence) -> Finding:
-    """The global gradient norm that the path reports, against that of the reference gradient.
-
-    Its predicted sigma is the norm of the gradients' own noise: rounding moves a norm no further than that.
-    """
-    found = []
-    for step, exact in enumerate(e.exact):
-        if exact is None:
-            continue
-        reference = exact.gradient_norm
-        once = {id(g): name for name, g in exact.gradients.items()}.values()
-        spread = sum(float(e.gradient_noise(step, name).square().sum()) for name in once)
-        sigma = math.sqrt(spread / max(1, len(e.samples[step])))
-        sigma = max(sigma, 4 * e.u * reference, torch.finfo(torch.float64).tiny)
-        for rank in e.ranks.values():
-            norm = rank.steps[step].gradient_norm if step < len(rank.steps) else None
-            if norm is not None:
-                found.append((step, _scalar("global norm", norm, reference, sigma)))
-    return _worst("gradient_norm", found) if found else Finding("gradient_norm", False, "the path reports none")
+    """The global gradient norm that the path reports, against that of the reference gradient."""
+    found = _compared(e, "gradient_norm")
+    if not found:
+        return Finding("gradient_norm", False, "the path reports none")
+    return _worst("gradient_norm", found, _least(e))
 
 
 def update(e: Evidence) -> Finding:
     """Weights after each step against an fp64 replay of the optimizer on the run's own gradients and weights.
 
-    Frozen parameters must not move by a bit. Deviations are in units of the rounding of one update.
+    Under a low precision the replay leads from master weight to master weight, in units of the rounding of fp32, and
+    the model's weight must be the master weight rounded. Frozen parameters must not move by a bit.
     """
     replays = {n: optimizers.replay(e.case) for n in parameter_shapes(e.case) if trainable(e.case, n)}
     found = []
@@ -520,7 +392,7 @@ def update(e: Evidence) -> Finding:
         once = [n for n in own if not (e.case.tied and n == HEAD and EMBEDDING in own)]
         norm = math.sqrt(sum(float(own[n].value.double().square().sum()) for n in once))
         # The norm is judged by an oracle of its own; here, that the run clips by the norm that it reports.
-        norms = (rank.steps[step].gradient_norm for rank in e.ranks.values() if step < len(rank.steps))
+        norms = (seen.gradient_norm for _, seen in e.reported(step))
         coefficient = optimizers.clip_coefficient(min((n for n in norms if n is not None), default=norm), e.case.clip)
         for name, after in e.weights[step].items():
             before = e.before(step).get(name)
@@ -528,13 +400,27 @@ def update(e: Evidence) -> Finding:
                 continue
             if name not in replays:
                 if not bitwise_equal(before.value, after.value):
-                    return Finding("update", True, f"{name} is frozen and moved in step {step + 1}")
+                    return Finding("update", True, f"{name} is frozen and moved in step {step + 1}", step=step + 1)
                 continue
-            if name in own:
-                expected = replays[name].step(before.value.double(), own[name].value.double() * coefficient)
-                roundings = replays[name].roundings(before.value.double(), expected)
-                found.append((step, _replayed(name, before.value, after.value, expected, e.u * roundings)))
-    return _worst("update", found)
+            if name in e.masters[step]:
+                master = e.masters[step][name]
+                if not bitwise_equal(master.value.to(after.value.dtype), after.value):
+                    text = f"{name} is not its master weight rounded, after step {step + 1}"
+                    return Finding("update", True, text, step=step + 1)
+            old, new = _updated(e, step, name)
+            if name in own and old is not None and new is not None:
+                expected = replays[name].step(old.double(), own[name].value.double() * coefficient)
+                sigma = e.master_u * replays[name].roundings(old.double(), expected)
+                found.append((step, _replayed(name, old, new, expected, sigma)))
+    return _worst("update", found, BLIND["replay"])
+
+
+def _updated(e: Evidence, step: int, name: str) -> tuple[Tensor | None, Tensor | None]:
+    """What the optimizer worked on, before and after a step: the master weight where there is one."""
+    if name not in e.masters[step]:
+        return e.before(step)[name].value, e.weights[step][name].value
+    old = (e.masters[step - 1] if step else e.initial).get(name)
+    return None if old is None else old.value, e.masters[step][name].value
 
 
 def _replayed(name: str, before: Tensor, after: Tensor, expected: Tensor, sigma: Tensor) -> Deviation:
@@ -562,10 +448,15 @@ def _replayed(name: str, before: Tensor, after: Tensor, expected: Tensor, sigma:
 
 @dataclass(frozen=True)
 class Oracle:
-    """One row of the table: the check, whether it measures (numeric) or decides by itself, and what it is for."""
+    """One row of the table: the check, what kind it is, and what it is for.
+
+    Args:
+        kind: exact (decides by itself), numeric (measures), precision (exact, but of precision only) or environment (of
+            what the process was told, not of what the program does).
+    """
 
     check: Callable[[Evidence], Finding]
-    numeric: bool
+    kind: str
     bug_classes: str
 
     @property
@@ -573,21 +464,32 @@ class Oracle:
         """Name in findings and reports."""
         return self.check.__name__
 
+    @property
+    def numeric(self) -> bool:
+        """It measures in sigmas."""
+        return self.kind == "numeric"
+
 
 # In order of how much they explain: a broken tie first, then what follows from it.
 ORACLES: tuple[Oracle, ...] = (
-    Oracle(complete, False, "a rank, step or shard that is missing or doubled"),
-    Oracle(tie, False, "1, 2, 3, 26: alias lost when built, replaced, materialised or stepped"),
-    Oracle(layout, False, "30: another sharding ran than was asked for"),
-    Oracle(start, False, "24: initial weights lost or sharded wrongly"),
-    Oracle(census, False, "20: the optimizer holds a weight twice or not at all"),
-    Oracle(replicas, False, "22: replicas drift"),
-    Oracle(collectives, False, "27: ranks issue different collectives"),
-    Oracle(logits, True, "5, 13, 15: forward of embedding, body or head"),
-    Oracle(loss, True, "13 to 17: sharded loss"),
-    Oracle(gradient, True, "4 to 12, 17, 21: a contribution missing, doubled, scaled, unreduced, on the wrong row"),
-    Oracle(gradient_norm, True, "18, 19: norm counts a weight twice, misses a shard, or is local"),
+    Oracle(complete, "exact", "a rank, step or shard that is missing or doubled"),
+    Oracle(tie, "exact", "1, 2, 3, 26: alias lost when built, replaced, materialised or stepped"),
+    Oracle(layout, "exact", "30: another sharding ran than was asked for"),
+    Oracle(start, "exact", "24: initial weights lost or sharded wrongly"),
+    Oracle(census, "exact", "20: the optimizer holds a weight twice or not at all"),
+    Oracle(replicas, "exact", "22: replicas drift"),
+    Oracle(collectives, "exact", "27: ranks issue different collectives"),
+    Oracle(switches, "environment", "TF32, autocast and the like: not as asked, or not the same on all ranks"),
+    Oracle(precision, "precision", "28: values or master weights of a lower precision than asked"),
+    Oracle(logits, "numeric", "5, 13, 15: forward of embedding, body or head"),
+    Oracle(loss, "numeric", "13 to 17: sharded loss"),
     Oracle(
-        update, True, "9, 11, 19, 20, 23: rows that never move or move to the wrong place, wrong clipping, lost moments"
+        gradient, "numeric", "4 to 12, 17, 21: a contribution missing, doubled, scaled, unreduced, on the wrong row"
+    ),
+    Oracle(gradient_norm, "numeric", "18, 19: norm counts a weight twice, misses a shard, or is local"),
+    Oracle(
+        update,
+        "numeric",
+        "9, 11, 19, 20, 23: rows that never move or move to the wrong place, wrong clipping, lost moments",
     ),
 )

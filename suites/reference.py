@@ -18,6 +18,7 @@ from torch import Tensor
 from suites.cases import Case
 from suites.data import micro_batch
 from suites.model import EMBEDDING, HEAD, Decoder, load_weights, trainable
+from suites.precision import LOSS_SCALE, LOW, UNIT_ROUNDOFF, multiplying
 
 # The factors that change what the reference computes; cases that agree in these share one. (tp is among them since
 # the data reach the first and last row of every shard.)
@@ -46,6 +47,12 @@ class Evaluation:
     projection: Tensor | None
 
     @property
+    def bytes(self) -> int:
+        """Memory that the tensors take."""
+        held = [*self.logits.values(), *self.gradients.values(), self.lookup, self.projection]
+        return sum({id(t): t.numel() * t.element_size() for t in held if t is not None}.values())
+
+    @property
     def gradient_norm(self) -> float:
         """Global norm of all gradients, a tied weight counted once (callers pass tied evaluations' both names)."""
         once = {id(g): g for g in self.gradients.values()}
@@ -53,44 +60,88 @@ class Evaluation:
 
 
 def evaluate(
-    case: Case, weights: Mapping[str, Tensor], step: int, dtype: torch.dtype, perturbed: int = 0
+    case: Case, weights: Mapping[str, Tensor], step: int, arithmetic: str = "float64", perturbed: int = 0
 ) -> Evaluation:
-    """Forward and backward of one step's data at `weights` (full tensors by canonical name), in precision `dtype`.
+    """Forward and backward of one step's data at `weights` (full tensors by canonical name), in a given arithmetic.
 
-    With `perturbed` > 0 every weight is moved by up to one unit roundoff of `dtype`, by random numbers of that seed:
-    another sample of what rounding does (TTrace, arXiv 2506.09280, takes its tolerances from such runs).
+    With `perturbed` > 0 every weight is moved by up to one unit roundoff, by random numbers of that seed: another
+    sample of what rounding does (TTrace, arXiv 2506.09280, takes its tolerances from such runs). Low precisions sum
+    gradients over micro-batches in fp32, as the paths do.
+
+    Args:
+        arithmetic: a key of `suites.precision.UNIT_ROUNDOFF`.
     """
+    matmul = arithmetic if arithmetic.startswith("tf32") else "ieee"
+    dtype = torch.float32 if matmul != "ieee" else getattr(torch, arithmetic)
     model = Decoder(case, tie=False).to(dtype)
     if perturbed:
-        generator = torch.Generator().manual_seed(perturbed)
-        u = torch.finfo(dtype).eps / 2
-        weights = {
-            name: weight.double() * (1 + u * (2 * torch.rand(weight.shape, generator=generator) - 1))
-            for name, weight in weights.items()
-        }
-        if case.tied:
-            weights[HEAD] = weights[EMBEDDING]
+        weights = _perturbed(case, weights, UNIT_ROUNDOFF[arithmetic], perturbed)
     load_weights(model, weights)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable(case, name))
     loss: dict[tuple[int, int], float] = {}
     logits: dict[tuple[int, int], Tensor] = {}
-    for dp_rank in range(case.dp):
-        for micro in range(case.accumulate):
-            batch = micro_batch(case, step, micro, dp_rank)
-            value, scores = model(batch.tokens, batch.labels)
-            (value / (case.dp * case.accumulate)).backward()
-            loss[dp_rank, micro] = value.item()
-            logits[dp_rank, micro] = scores.detach()
-    gradients = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
+    sums = _GradientSums(model, case, arithmetic)
+    with multiplying(matmul, torch.device("cpu")):
+        for dp_rank in range(case.dp):
+            for micro in range(case.accumulate):
+                batch = micro_batch(case, step, micro, dp_rank)
+                value, scores = model(batch.tokens, batch.labels)
+                (value / (case.dp * case.accumulate) * sums.scale).backward()
+                sums.collect()
+                loss[dp_rank, micro] = value.item()
+                logits[dp_rank, micro] = scores.detach()
+    gradients = sums.whole()
     lookup, projection = gradients.get(EMBEDDING), gradients.get(HEAD)
     if case.tied and lookup is not None and projection is not None:
-        gradients[EMBEDDING] = gradients[HEAD] = lookup + projection
+        gradients[EMBEDDING] = gradients[HEAD] = sums.tied if sums.tied is not None else lookup + projection
     return Evaluation(loss, logits, gradients, lookup, projection)
+
+
+def _perturbed(case: Case, weights: Mapping[str, Tensor], u: float, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    moved = {
+        name: weight.double() * (1 + u * (2 * torch.rand(weight.shape, generator=generator) - 1))
+        for name, weight in weights.items()
+    }
+    if case.tied:
+        moved[HEAD] = moved[EMBEDDING]
+    return moved
+
+
+class _GradientSums:
+    """Gradients summed over batches: in the parameters' own ``grad``, or in fp32 where their precision is low."""
+
+    def __init__(self, model: Decoder, case: Case, arithmetic: str):
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.low = arithmetic in LOW
+        self.scale = LOSS_SCALE.get(arithmetic, 1.0)
+        self.sums: dict[str, Tensor] = {}
+        self.both = case.tied and {EMBEDDING, HEAD} <= set(self.trained)
+        self.tied: Tensor | None = None  # under a low precision a tied weight's own ``grad`` rounds the sum of its two
+
+    def collect(self) -> None:
+        if not self.low:
+            return
+        if self.both:
+            both = self._taken(self.trained[EMBEDDING]) + self._taken(self.trained[HEAD])
+            self.tied = self._added(self.tied, both)
+        for name, parameter in self.trained.items():
+            self.sums[name] = self._added(self.sums.get(name), self._taken(parameter))
+            parameter.grad = None
+
+    def _added(self, total: Tensor | None, gradient: Tensor) -> Tensor:
+        gradient = gradient.float() / self.scale
+        return gradient if total is None else total + gradient
+
+    @staticmethod
+    def _taken(parameter: Tensor) -> Tensor:
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+    def whole(self) -> dict[str, Tensor]:
+        if self.low:
+            return self.sums
+        return {name: self._taken(parameter) for name, parameter in self.trained.items()}
 
 
 def digest_of(weights: Mapping[str, Tensor]) -> bytes:
@@ -103,16 +154,20 @@ def digest_of(weights: Mapping[str, Tensor]) -> bytes:
 
 
 class ReferenceCache:
-    """Evaluations kept by all that determines them: the factors above, step, precision, and the weights' own bits.
+    """Evaluations kept by all that determines them: the factors above, step, arithmetic, and the weights' own bits.
 
     The first step's weights are the initial ones, so all cases of one model share that evaluation; later steps are
     shared wherever two runs are bitwise equal.
+
+    Args:
+        size: bytes to keep; what is larger by itself is not kept.
     """
 
-    def __init__(self, size: int = 256):
+    def __init__(self, size: int = 512 * 2**20):
         self.size = size
         self.hits = 0
         self.misses = 0
+        self.held = 0
         self._kept: OrderedDict[tuple[object, ...], Evaluation] = OrderedDict()
 
     def evaluate(
@@ -120,20 +175,23 @@ class ReferenceCache:
         case: Case,
         weights: Mapping[str, Tensor],
         step: int,
-        dtype: torch.dtype,
+        arithmetic: str = "float64",
         *,
         perturbed: int = 0,
         digest: bytes | None = None,
     ) -> Evaluation:
         """As `evaluate`, from the cache where possible; `digest` is that of `weights`, if the caller has it already."""
-        known = (step, dtype, perturbed, digest or digest_of(weights))
+        known = (step, arithmetic, perturbed, digest or digest_of(weights))
         key = (*(getattr(case, name) for name in DETERMINED_BY), *known)
         if key in self._kept:
             self.hits += 1
             self._kept.move_to_end(key)
             return self._kept[key]
         self.misses += 1
-        self._kept[key] = evaluate(case, weights, step, dtype, perturbed)
-        if len(self._kept) > self.size:
-            self._kept.popitem(last=False)
-        return self._kept[key]
+        found = evaluate(case, weights, step, arithmetic, perturbed)
+        if found.bytes <= self.size:
+            self._kept[key] = found
+            self.held += found.bytes
+        while self.held > self.size:
+            self.held -= self._kept.popitem(last=False)[1].bytes
+        return found

@@ -17,6 +17,7 @@ from suites import data, paths
 from suites.cases import Case
 from suites.model import EMBEDDING, HEAD, parameter_shapes
 from suites.observe import Lifecycle, Piece, RankObservation, StepObservation
+from suites.precision import multiplying, switches
 
 Progress = Callable[[str], None]
 
@@ -72,14 +73,21 @@ def run_rank(
     reset_peak_memory(device)
     progress("build")
     trainer = paths.load(case.path)(case, device, notice)
+    observing = 0.0
     try:
+        begin = time.perf_counter()
         named = dict(trainer.parameters())
         initial = dict(trainer.weights())
+        observing += time.perf_counter() - begin
         steps = []
         for step in range(case.steps):
+            begin = time.perf_counter()
             steps.append(_step(case, trainer, step, device, progress))
+            observing += time.perf_counter() - begin - steps[-1].seconds
             named = dict(trainer.parameters())
             notice(f"step {step + 1}", named[EMBEDDING], named[HEAD])
+        with multiplying(case.matmul, device):
+            read = switches(device)
         return RankObservation(
             rank=torch.distributed.get_rank(),
             tp_rank=trainer.tp_rank,
@@ -91,6 +99,8 @@ def run_rank(
             steps=tuple(steps),
             peak_memory_bytes=peak_memory(device),
             zero_stage=trainer.zero_stage(),
+            switches=read,
+            observing_seconds=observing,
         )
     finally:
         progress("close")
@@ -105,7 +115,7 @@ def _step(case: Case, trainer: paths.Trainer, step: int, device: torch.device, p
     for micro, batch in enumerate(batches):
         progress(f"step {step + 1} forward and backward")
         start = _now(device)
-        with log or contextlib.nullcontext():
+        with multiplying(case.matmul, device), log or contextlib.nullcontext():
             loss, logits = trainer.forward_backward(batch, last=micro == len(batches) - 1)
         seconds += _now(device) - start
         outputs.append((loss.detach().double().item(), Piece.whole(logits)))
@@ -122,6 +132,7 @@ def _step(case: Case, trainer: paths.Trainer, step: int, device: torch.device, p
         gradients=gradients,
         gradient_norm=norm,
         weights=dict(trainer.weights()),
+        masters=dict(trainer.masters()),
         collectives=tuple(log.names) if log else None,
         seconds=seconds,
     )

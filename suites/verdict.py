@@ -1,63 +1,233 @@
-"""Verdict: what all oracles together say of one case."""
+"""Verdict: what all oracles together say of one case, at its precision (`judge`) and at higher ones (`conclude`)."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import statistics
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from suites.cases import Case
-from suites.observe import ObservationError, RankObservation, bitwise_equal
-from suites.oracles import ORACLES, Evidence, Finding, Oracle
+from suites.cases import Case, CaseError
+from suites.evidence import Comparison, Evidence, ReferenceFailed
+from suites.limits import DECISIVE, SLOPE
+from suites.numerics import LIMITS, Deviation
+from suites.observe import ObservationError, RankObservation
+from suites.oracles import ORACLES, Finding, Oracle
+from suites.precision import UNIT_ROUNDOFF, arithmetic
 from suites.reference import ReferenceCache
 
-# A numeric deviation this many times over its limit is a bug by itself; between 1 and this, one precision alone
-# cannot tell (numerics: never call something a bug from one precision alone).
-DECISIVE = 10.0
+EXACT, ROUNDING, BUG, PRECISION, INCONCLUSIVE = "exact", "rounding", "bug", "bug: precision", "inconclusive"
 
 # Order in which flagged oracles explain a run, and how many of them are spelled out.
 EXPLAINS = (
-    "complete", "tie", "layout", "start", "logits", "loss", "gradient", "gradient_norm", "update", "replicas", "census",
-    "collectives",
+    "complete", "tie", "layout", "start", "switches", "precision", "logits", "loss", "gradient", "gradient_norm",
+    "update", "replicas", "census", "collectives",
 )  # fmt: skip
 SHOWN = 4
+KIND = {oracle.name: oracle.kind for oracle in ORACLES}
+# Lower precisions that a run's error may look like, finest first.
+COARSER = ("float32", "tf32", "tf32_truncated", "float16", "bfloat16")
+EVEN = 0.3  # share of rows that rounding of a lower precision must at least have reached
+COHERENT = 0.5  # cosine between error and tensor above which the error is a factor, not rounding
+COMPARABLE = 0.1  # rounding of a lower precision must be at least this share of what such a run shows
+
+Again = Callable[[Case], Sequence[RankObservation]]
+
+
+class RunFailed(Exception):
+    """A case that was run again did not end; the message says how."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The worst comparison of one tensor over all steps.
+
+    Args:
+        oracle: which check it belongs to; name: the tensor; step: from 1.
+        error: relative error, root mean square; predicted: what rounding gives; sees: smallest that would be flagged.
+        sigmas: deviation in predicted sigmas in its worst scope (tensor, row, element, scalar, norm); limit: of that.
+        row: worst row; rows_wrong: share of rows above the row limit.
+    """
+
+    oracle: str
+    name: str
+    step: int
+    error: float
+    predicted: float
+    sees: float
+    sigmas: float
+    limit: float
+    scope: str
+    row: int
+    rows_wrong: float
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One run of the escalation.
+
+    Args:
+        case: what ran; arithmetic: its precision; verdict: of that run alone ("failed" where it did not end).
+        error: relative error of the tensor that was worst in the first run; slope: how it scaled from there (1:
+            rounding, 0: a bug).
+    """
+
+    case: str
+    arithmetic: str
+    verdict: str
+    error: float | None = None
+    slope: float | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Verdict (exact, rounding, bug or inconclusive) and the findings it rests on.
+    """Verdict (exact, rounding, bug, bug: precision or inconclusive) and the findings it rests on.
 
-    `error`, `limit` and `headroom` (limit / error) belong to `error_of`, the numeric oracle with the least
-    headroom.
+    Args:
+        evidence: one paragraph for people.
+        error: with `limit` and `headroom` (limit / error), of `error_of`, the numeric oracle with the least headroom.
+        measured: every tensor's worst comparison.
+        open: one precision alone cannot tell, a higher one could.
+        resembles: the lower precision whose rounding the error looks like; empty when it does not.
+        rungs: the runs of the escalation, in order.
     """
 
     verdict: str
     findings: tuple[Finding, ...]
-    evidence: str  # one paragraph for people
+    evidence: str
     error: float | None = None
     limit: float | None = None
     headroom: float | None = None
     error_of: str | None = None
+    measured: tuple[Measured, ...] = ()
+    open: bool = False
+    resembles: str = ""
+    rungs: tuple[Rung, ...] = ()
+
+    @property
+    def flagged(self) -> tuple[Finding, ...]:
+        """The findings that flag."""
+        return tuple(f for f in self.findings if f.flagged)
+
+
+def conclude(
+    case: Case, ranks: Sequence[RankObservation], cache: ReferenceCache | None = None, again: Again | None = None
+) -> Judgement:
+    """Judge a case; where its precision alone cannot tell, run it at IEEE fp32 and at fp64 and judge all together.
+
+    A path without fp64 is asked with other data and weights instead: a bug shows again, an unlucky rounding does not.
+
+    Args:
+        again: runs a case the way this one was run (same ranks, target, patch, fault). Raises `RunFailed`.
+    """
+    cache = cache or ReferenceCache()
+    first = judge(case, ranks, cache)
+    if not first.open or again is None:
+        return first
+    worst = max((m for m in first.measured if m.sigmas > m.limit), key=lambda m: m.sigmas / m.limit, default=None)
+    rungs: list[Rung] = []
+    higher: list[Judgement] = []
+    for rung in ladder(case):
+        try:
+            found = judge(rung, again(rung), cache)
+        except RunFailed as error:
+            rungs.append(Rung(rung.id, arithmetic(rung), "failed", note=str(error)))
+            continue
+        higher.append(found)
+        rungs.append(_rung(case, rung, found, worst))
+        if found.verdict in (BUG, PRECISION):
+            break
+    verdict, reason = _together(case, first, worst, rungs, higher)
+    said = f"{reason}; at {arithmetic(case)} {first.evidence}" if reason else first.evidence
+    return dataclasses.replace(first, verdict=verdict, evidence=said, rungs=tuple(rungs), open=False)
+
+
+def ladder(case: Case) -> list[Case]:
+    """The cases that escalation runs: IEEE fp32, then fp64 where the path can, else fp32 with other seeds."""
+    rungs = []
+    if arithmetic(case) not in ("float32", "float64"):
+        rungs.append(case.but(dtype="float32", matmul="ieee"))
+    try:
+        return [*rungs, case.but(dtype="float64", matmul="ieee")] if case.dtype != "float64" else []
+    except CaseError:
+        ieee = case.but(dtype="float32", matmul="ieee")
+        return rungs or [ieee.but(seed=case.seed + n) for n in (1, 2)]
+
+
+def _rung(case: Case, rung: Case, found: Judgement, worst: Measured | None) -> Rung:
+    name = arithmetic(rung)
+    same = next((m for m in found.measured if worst and (m.oracle, m.name) == (worst.oracle, worst.name)), None)
+    if same is None or worst is None:
+        return Rung(rung.id, name, found.verdict)
+    slope = None
+    if name != arithmetic(case) and same.error > 0 and 0 < worst.error < math.inf:
+        u, u_higher = UNIT_ROUNDOFF[arithmetic(case)], UNIT_ROUNDOFF[name]
+        slope = math.log2(worst.error / same.error) / math.log2(u / u_higher)
+    return Rung(rung.id, name, found.verdict, same.error, slope)
+
+
+def _together(
+    case: Case, first: Judgement, worst: Measured | None, rungs: Sequence[Rung], higher: Sequence[Judgement]
+) -> tuple[str, str]:
+    """Verdict over all rungs, and the reason for people."""
+    if not higher:
+        failed = "; ".join(f"{rung.arithmetic}: {rung.note}" for rung in rungs)
+        return INCONCLUSIVE, f"no higher precision could be asked ({failed})" if failed else ""
+    shown = ", ".join(_shown(case, rung) for rung in rungs)
+    for found, rung in zip(higher, [r for r in rungs if r.verdict != "failed"], strict=True):
+        if found.verdict in (BUG, PRECISION):
+            name = next((f.oracle for f in found.flagged), "")
+            return found.verdict, f"{shown}: no rounding, {name} flags at {rung.arithmetic} too"
+    if all(rung.arithmetic == arithmetic(case) for rung in rungs):  # other seeds
+        if all(found.open for found in higher):
+            return BUG, f"{shown}: flagged with {1 + len(higher)} seeds of {1 + len(higher)}"
+        return INCONCLUSIVE, f"{shown}: not flagged with every seed, and this path has no higher precision to ask"
+    last = higher[-1]
+    if last.verdict not in (EXACT, ROUNDING):
+        return INCONCLUSIVE, f"{shown}: the highest precision cannot tell either"
+    over = worst.sigmas / worst.limit if worst else 0.0
+    slopes = [rung.slope for rung in rungs if rung.slope is not None]
+    if over > DECISIVE and not first.resembles.startswith("tf32"):
+        return PRECISION, (
+            f"{shown}: the program is right, but loses {over:.3g} times more at {arithmetic(case)} than rounding may"
+        )
+    if slopes and min(slopes) < SLOPE:
+        return INCONCLUSIVE, f"{shown}: the error shrinks too slowly for rounding (slope below {SLOPE:g})"
+    like = " It is what TF32 gives: look at the switches." if first.resembles.startswith("tf32") else ""
+    return ROUNDING, f"{shown}: rounding, it is gone at a higher precision.{like}"
+
+
+def _shown(case: Case, rung: Rung) -> str:
+    seed = f" (seed {Case.parse(rung.case).seed})" if rung.arithmetic == arithmetic(case) else ""
+    error = "" if rung.error is None else f" (relative error {rung.error:.2g}"
+    slope = "" if rung.slope is None else f", slope {rung.slope:.2f}"
+    return f"{rung.verdict} at {rung.arithmetic}{seed}{error}{slope}{')' if error else ''}"
 
 
 def judge(case: Case, ranks: Sequence[RankObservation], cache: ReferenceCache | None = None) -> Judgement:
     """Judge one case from all of its ranks' observations. Bad observations are findings, never exceptions."""
     try:
-        evidence = Evidence(case, ranks, cache or ReferenceCache(1))
+        evidence = Evidence(case, ranks, cache or ReferenceCache())
     except ObservationError as error:
-        return Judgement("bug", (Finding("complete", True, str(error)),), str(error))
+        return Judgement(BUG, (Finding("complete", True, str(error)),), str(error))
     findings = tuple(_ask(oracle, evidence) for oracle in ORACLES)
-    numeric = {oracle.name for oracle in ORACLES if oracle.numeric}
     flagged = [f for f in findings if f.flagged]
-    measured = [f for f in findings if f.error is not None and f.limit]
-    tightest = max(measured, key=lambda f: f.error / f.limit, default=None)  # type: ignore[operator]
+    rated = [f for f in findings if f.error is not None and f.limit]
+    tightest = max(rated, key=lambda f: f.error / f.limit, default=None)  # type: ignore[operator]
     blind = [f"{f.oracle} {f.blind}" for f in findings if f.blind]
-    verdict = _verdict(case, evidence, flagged, numeric, bool(blind))
+    measured = _measured(evidence)
+    failed = any(f.evidence.startswith("oracle failed") for f in findings)
+    verdict, resembles = (INCONCLUSIVE, "") if failed else _verdict(evidence, flagged, bool(blind))
+    wavering = bool(flagged) and verdict == INCONCLUSIVE and not failed
     if flagged:
         text = _explain(flagged)
-        if verdict == "inconclusive":
-            text += f"; within {DECISIVE:g} times the limit, so one precision alone cannot tell"
-            text += _second_opinion(case)
+        if resembles:
+            text += f"; the error looks like rounding to {resembles}"
+        if wavering:
+            text += f"; one precision alone cannot tell{_second_opinion(case)}"
     elif blind:
         text = "blind: " + "; ".join(blind)
     else:
@@ -72,6 +242,42 @@ def judge(case: Case, ranks: Sequence[RankObservation], cache: ReferenceCache | 
         limit=tightest.limit if tightest else None,
         headroom=tightest.limit / tightest.error if tightest and tightest.error and tightest.limit else None,
         error_of=tightest.oracle if tightest else None,
+        measured=measured,
+        open=wavering,
+        resembles=resembles,
+    )
+
+
+def _measured(evidence: Evidence) -> tuple[Measured, ...]:
+    """Worst step of every tensor; nothing where the reference failed (the findings say so)."""
+    worst: dict[tuple[str, str], Comparison] = {}
+    sees: dict[tuple[str, str], float] = {}
+    try:
+        comparisons = evidence.comparisons
+    except Exception:  # noqa: BLE001 - told by the oracles
+        return ()
+    for found in comparisons:
+        key = (found.oracle, found.deviation.name)
+        sees[key] = max(sees.get(key, 0.0), found.deviation.sees)
+        if key not in worst or not found.deviation.score <= worst[key].deviation.score:
+            worst[key] = found
+    return tuple(_row(found, sees[key]) for key, found in worst.items())
+
+
+def _row(found: Comparison, sees: float) -> Measured:
+    d: Deviation = found.deviation
+    return Measured(
+        oracle=found.oracle,
+        name=d.name,
+        step=found.step + 1,
+        error=d.relative,
+        predicted=d.predicted,
+        sees=sees,
+        sigmas=d.sigmas,
+        limit=LIMITS[d.scope],
+        scope=d.scope,
+        row=d.row,
+        rows_wrong=d.rows_wrong,
     )
 
 
@@ -92,39 +298,77 @@ def _named(finding: Finding) -> str:
 def _ask(oracle: Oracle, evidence: Evidence) -> Finding:
     try:
         return oracle.check(evidence)
+    except ReferenceFailed as error:
+        return Finding(oracle.name, True, f"oracle failed: {error}")
     except Exception as error:  # noqa: BLE001 - an oracle that breaks on odd observations must not pass for a clean one
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"oracle failed: {type(error).__name__}: {error} ({where.name}, line {where.lineno})"
         return Finding(oracle.name, True, text)
 
 
-def _verdict(case: Case, evidence: Evidence, flagged: Sequence[Finding], numeric: set[str], blind: bool) -> str:
-    if any(f.evidence.startswith("oracle failed") for f in flagged):
-        return "inconclusive"
-    if not flagged:
+def _verdict(evidence: Evidence, flagged: Sequence[Finding], blind: bool) -> tuple[str, str]:
+    """Verdict of one run alone, and the lower precision that its error looks like."""
+    by_kind: dict[str, list[Finding]] = {}
+    for finding in flagged:
+        by_kind.setdefault(KIND[finding.oracle], []).append(finding)
+    if "exact" in by_kind:
+        return BUG, ""
+    numeric = by_kind.get("numeric", [])
+    if not numeric:
+        if "precision" in by_kind:
+            return PRECISION, ""
         if blind or not any(evidence.exact):
-            return "inconclusive"
-        return "exact" if _bitwise(case, evidence) else "rounding"
+            return INCONCLUSIVE, ""
+        return (EXACT if evidence.bitwise else ROUNDING), ""
+    resembles = _resembles(evidence)
+    if "precision" in by_kind and (resembles or all(f.oracle == "update" for f in numeric)):
+        return PRECISION, resembles
+    # The optimizer's replay multiplies no matrices: it is IEEE fp32 or fp64 whatever the case's precision.
+    ieee = evidence.arithmetic in ("float32", "float64") and "environment" not in by_kind
+    if any(_decisive(f) and f.oracle == "update" for f in numeric):
+        return BUG, ""
+    # What looks like a lower precision is put to a higher one first, where there is one.
+    held_back = resembles and evidence.arithmetic != "float64"
+    decided = ieee and not held_back and any(_decisive(f) for f in numeric)
+    return (BUG if decided else INCONCLUSIVE), resembles
+
+
+def _decisive(finding: Finding) -> bool:
     # "not <=": an error that is no number decides too.
-    decided = any(
-        f.oracle not in numeric or f.error is None or not f.error <= DECISIVE * (f.limit or 0) for f in flagged
-    )
-    return "bug" if decided else "inconclusive"
+    return finding.error is None or not finding.error <= DECISIVE * (finding.limit or 0)
+
+
+def _resembles(evidence: Evidence) -> str:
+    """The finest lower precision of which every deviation of the first flagged step could be the rounding.
+
+    As large as what an unsharded run at that precision shows, spread over the rows, and no factor of the tensor itself.
+    """
+    lower = [name for name in COARSER if UNIT_ROUNDOFF[name] > evidence.u]
+    flagged = [c for c in evidence.comparisons if not c.deviation.score <= 1]
+    if not flagged or any(not math.isfinite(c.deviation.sigmas) for c in flagged):
+        return ""
+    first = min(c.step for c in flagged)
+    early = {(c.oracle, c.deviation.name): c.deviation for c in flagged if c.step == first}
+    wide = [d for d in early.values() if d.scope not in ("scalar", "norm")]
+    if not wide or max(d.rows_wrong for d in wide) < EVEN:
+        return ""
+    if statistics.median(d.coherence for d in wide) > COHERENT:
+        return ""
+    for name in lower:
+        as_if = {(c.oracle, c.deviation.name): c.deviation for c in evidence.compare(first, name)}
+        if all(key in as_if and as_if[key].score <= 1 for key in early):
+            large = [as_if[key] for key, d in early.items() if d.relative >= COMPARABLE * as_if[key].predicted]
+            return name if len(large) >= len(early) / 2 else ""
+    return ""
 
 
 def _second_opinion(case: Case) -> str:
     try:
-        return f"; ask fp64: tiebench run --case '{case.but(dtype='float64').id}'" if case.dtype != "float64" else ""
+        return f"; ask fp64: tiebench run --case '{case.but(dtype='float64', matmul='ieee').id}'"
     except ValueError:
         return "; this path has no higher precision to ask"
 
 
-def _bitwise(case: Case, evidence: Evidence) -> bool:
-    """Logits and gradients of every step are bit for bit those of the unsharded run at the case's own precision."""
-    for step in range(case.steps):
-        own = (evidence.exact if case.dtype == "float64" else evidence.rounded)[step]
-        if own is None or not all(bitwise_equal(w.value, own.logits[k]) for k, w in evidence.logits[step].items()):
-            return False
-        if not all(bitwise_equal(w.value, own.gradients[n]) for n, w in evidence.gradients[step].items()):
-            return False
-    return True
+def describe(measured: Measured) -> Mapping[str, object]:
+    """A row of the table of tensors, for reports."""
+    return dataclasses.asdict(measured)

@@ -57,6 +57,10 @@ class Trainer(Protocol):
         """This rank's part of every parameter."""
         ...
 
+    def masters(self) -> Mapping[str, Piece]:
+        """This rank's part of every master weight; empty where the optimizer updates the parameters themselves."""
+        ...
+
     def optimized(self) -> Sequence[Tensor]:
         """Every parameter object that the optimizer was given, once per mention."""
         ...

@@ -195,6 +195,10 @@ class DeepSpeedTrainer:
         """This rank's part of each parameter as the model computes with it."""
         return {name: weight_piece(parameter, self.dp_rank) for name, parameter in self.parameters().items()}
 
+    def masters(self) -> Mapping[str, Piece]:
+        """None: this path trains in fp32 (the fp32 copy of ZeRO 1 to 3 is the weight itself)."""
+        return {}
+
     def optimized(self) -> Sequence[Tensor]:
         """The model's parameters that the optimizer updates, once per mention; ZeRO's flat buffers stand for theirs."""
         optimizer = self.engine.optimizer

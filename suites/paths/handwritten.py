@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from suites import model as models
-from suites import optimizers
+from suites import optimizers, precision
 from suites.cases import Case
 from suites.data import IGNORED, MicroBatch
 from suites.model import COLUMN, ROW, Decoder
@@ -253,6 +253,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         counted = labels != IGNORED
         here = counted & (labels >= start) & (labels < start + logits.shape[-1])
         local = torch.where(here, labels - start, 0)
+        ctx.dtype = logits.dtype
+        logits = precision.at_least_fp32(logits)
         shifted = logits - global_maximum(logits, mesh).unsqueeze(-1)
         exponentials = shifted.exp()
         total = all_reduce(exponentials.sum(-1), mesh.tp_group)
@@ -267,7 +269,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         softmax, local, here, counted = ctx.saved_tensors
         result = softmax.clone()
         result.scatter_add_(-1, local.unsqueeze(-1), -here.unsqueeze(-1).to(result.dtype))
-        return result * (gradient * counted).unsqueeze(-1), None, None, None
+        return (result * (gradient * counted).unsqueeze(-1)).to(ctx.dtype), None, None, None
 
 
 def global_maximum(logits: Tensor, mesh: Mesh) -> Tensor:
@@ -354,35 +356,87 @@ def squared_norm(parameter: Tensor, gradient: Tensor, mesh: Mesh) -> Tensor:
     return square if counts else torch.zeros_like(square)
 
 
-class ZeroStage0:
+class DataParallel:
+    """What the ZeRO stages share: gradients of a step, summed over its micro-batches.
+
+    Under a low precision they are summed in fp32, without the loss scale, and the optimizer works on fp32 master weights
+    (Micikevicius et al., arXiv 1710.03740); else in the parameters' own ``grad``.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], case: Case, mesh: Mesh):
+        self.parameters, self.case, self.mesh = parameters, case, mesh
+        self.low = case.dtype in precision.LOW
+        self.sums: dict[str, Tensor] = {}
+
+    def collect(self) -> None:
+        """After each micro-batch: add its gradients to the step's."""
+        if not self.low:
+            return
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                gradient = parameter.grad.float() / precision.LOSS_SCALE.get(self.case.dtype, 1.0)
+                self.sums[name] = self.sums[name] + gradient if name in self.sums else gradient
+                parameter.grad = None
+
+    def collected(self, name: str) -> Tensor | None:
+        """The step's gradient of this rank, None where backward left none."""
+        return self.sums.get(name) if self.low else self.parameters[name].grad
+
+
+class ZeroStage0(DataParallel):
     """Plain data parallelism: gradients all-reduced to their mean, the whole optimizer on every rank."""
 
     stage = 0
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], case: Case, mesh: Mesh):
-        self.parameters, self.case, self.mesh = parameters, case, mesh
-        self.optimizer = optimizers.make(case, parameters.values())
+        super().__init__(parameters, case, mesh)
+        self.own = master_weights(parameters, case)  # the parameters themselves, unless their precision is low
+        self.optimizer = optimizers.make(case, self.own.values())
 
     def reduce(self) -> None:
         """Mean over the data-parallel ranks; once a step, after its last micro-batch."""
-        for parameter in self.parameters.values():
-            parameter.grad = mean_over_dp(parameter.grad, self.mesh)
+        for name, own in self.own.items():
+            own.grad = mean_over_dp(self.collected(name), self.mesh)
+        self.sums.clear()
 
     def gradients(self) -> dict[str, Piece]:
         """The whole local gradient of each parameter."""
-        return {name: Piece.whole(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        return {name: Piece.whole(p.grad) for name, p in self.own.items() if p.grad is not None}
+
+    def masters(self) -> dict[str, Piece]:
+        """Local master weights."""
+        return {name: Piece.whole(own) for name, own in self.own.items()} if self.low else {}
 
     def step(self) -> float:
         """Clip by the global norm, update, clear."""
-        own = sum(squared_norm(p, p.grad, self.mesh) for p in self.parameters.values() if p.grad is not None)
-        norm = all_reduce(torch.as_tensor(own), self.mesh.tp_group).sqrt().item()
+        graded = {name: own for name, own in self.own.items() if own.grad is not None}
+        shares = sum(squared_norm(self.parameters[name], own.grad, self.mesh) for name, own in graded.items())
+        norm = all_reduce(torch.as_tensor(shares), self.mesh.tp_group).sqrt().item()
         coefficient = optimizers.clip_coefficient(norm, self.case.clip)
-        for parameter in self.parameters.values():
-            if parameter.grad is not None:
-                parameter.grad *= coefficient
+        for own in graded.values():
+            own.grad *= coefficient
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.publish()
         return norm
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the master weights into the model's parameters."""
+        for name, own in self.own.items() if self.low else ():
+            self.parameters[name].copy_(own)
+
+    def optimized(self) -> list[Tensor]:
+        """The model's parameter behind each weight that the optimizer holds."""
+        behind = {id(own): self.parameters[name] for name, own in self.own.items()}
+        return [behind.get(id(p), p) for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def master_weights(parameters: Mapping[str, nn.Parameter], case: Case) -> dict[str, nn.Parameter]:
+    """What the optimizer updates: fp32 copies under a low precision, else the parameters themselves."""
+    if case.dtype not in precision.LOW:
+        return dict(parameters)
+    return {name: nn.Parameter(p.detach().float().clone()) for name, p in parameters.items()}
 
 
 def mean_over_dp(gradient: Tensor | None, mesh: Mesh) -> Tensor:
@@ -391,7 +445,7 @@ def mean_over_dp(gradient: Tensor | None, mesh: Mesh) -> Tensor:
     return all_reduce(gradient, mesh.dp_group) / mesh.dp
 
 
-class ZeroPartitioned:
+class ZeroPartitioned(DataParallel):
     """ZeRO 1 and 2: all parameters in one flat vector, each data-parallel rank updates its own equal part of it.
 
     Stage 1 all-reduces the gradients, stage 2 reduce-scatters them so that a rank keeps its own part only; both
@@ -399,7 +453,7 @@ class ZeroPartitioned:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], case: Case, mesh: Mesh):
-        self.parameters, self.case, self.mesh = parameters, case, mesh
+        super().__init__(parameters, case, mesh)
         self.stage = -1  # until gradients were reduced
         self.offsets: dict[str, int] = {}
         end = 0
@@ -408,7 +462,8 @@ class ZeroPartitioned:
             end += parameter.numel()
         self.part = -(-end // mesh.dp)  # elements of one rank's part; the last part is padded with zeros
         self.start = self.part * mesh.dp_rank
-        own = self._flatten([p.detach() for p in parameters.values()])[self.start : self.start + self.part].clone()
+        weights = [p.detach().to(precision.master_dtype(case)) for p in parameters.values()]
+        own = self._flatten(weights)[self.start : self.start + self.part].clone()
         self.own = nn.Parameter(own)
         self.optimizer = optimizers.make(case, [self.own])
 
@@ -418,7 +473,7 @@ class ZeroPartitioned:
 
     def reduce(self) -> None:
         """Mean of the gradients over the data-parallel ranks, into this rank's part."""
-        flat = self._flatten([zeros_for_none(p) for p in self.parameters.values()])
+        flat = self._flatten([zeros_for_none(self.collected(n), self.parameters[n]) for n in self.parameters])
         if self.case.zero == 1:
             total = all_reduce(flat, self.mesh.dp_group)[self.start : self.start + self.part].clone()
             self.stage = 1
@@ -427,6 +482,7 @@ class ZeroPartitioned:
             dist.reduce_scatter_single(total, flat, group=self.mesh.dp_group)
             self.stage = 2
         self.own.grad = total / self.mesh.dp
+        self.sums.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -443,10 +499,17 @@ class ZeroPartitioned:
     def gradients(self) -> dict[str, Piece]:
         """What this rank's part holds of each parameter's gradient; empty pieces included."""
         assert self.own.grad is not None
+        return self._pieces(self.own.grad)
+
+    def masters(self) -> dict[str, Piece]:
+        """What this rank's part holds of each master weight."""
+        return self._pieces(self.own.detach()) if self.low else {}
+
+    def _pieces(self, part: Tensor) -> dict[str, Piece]:
         return {
-            name: Piece.part(self.own.grad[at : at + end - begin], begin, self.parameters[name].shape)
+            name: Piece.part(part[at : at + end - begin], begin, self.parameters[name].shape)
             if end > begin
-            else Piece.part(self.own.grad[:0], 0, self.parameters[name].shape)
+            else Piece.part(part[:0], 0, self.parameters[name].shape)
             for name, (begin, end, at) in self._overlaps().items()
         }
 
@@ -473,9 +536,14 @@ class ZeroPartitioned:
             parameter.copy_(flat[at : at + parameter.numel()].view_as(parameter))
 
 
-def zeros_for_none(parameter: nn.Parameter) -> Tensor:
+    def optimized(self) -> list[Tensor]:
+        """The parameters that the flat vector was made of."""
+        return list(self.parameters.values())
+
+
+def zeros_for_none(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
     """The gradient, or zeros where backward left none."""
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return torch.zeros_like(parameter) if gradient is None else gradient
 
 
 # --- the trainer ---------------------------------------------------------------------------------------------------
@@ -509,7 +577,9 @@ class HandwrittenTrainer:
     def forward_backward(self, micro: MicroBatch, last: bool) -> tuple[Tensor, Tensor]:
         """One micro-batch; gradients add up over the micro-batches of a step and are reduced after the last."""
         loss, logits = self.model(micro.tokens, micro.labels)
-        (loss / self.case.accumulate).backward()
+        scale = precision.LOSS_SCALE.get(self.case.dtype, 1.0)
+        (loss / self.case.accumulate * scale).backward()
+        self.data_parallel.collect()
         if last:
             self.data_parallel.reduce()
         return loss.detach(), logits.detach()
@@ -528,9 +598,11 @@ class HandwrittenTrainer:
 
     def optimized(self) -> list[Tensor]:
         """The parameters that the optimizer (or its flat vector) was made of."""
-        if isinstance(self.data_parallel, ZeroPartitioned):
-            return list(self.data_parallel.parameters.values())
-        return [p for group in self.data_parallel.optimizer.param_groups for p in group["params"]]
+        return self.data_parallel.optimized()
+
+    def masters(self) -> dict[str, Piece]:
+        """Own part of every fp32 master weight; empty where the weights themselves are updated."""
+        return both_names(self.data_parallel.masters(), self.parameters())
 
     def zero_stage(self) -> int:
         """0, or by how the partitioned optimizer reduced its gradients: 1 all-reduce, 2 reduce-scatter."""

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from suites import faults
+from suites import faults, train
 from suites.cases import Case
 from suites.observe import RankObservation
-from suites.train import run_rank
 
 Job = tuple[str, str | None]  # case id, fault
 RunJobs = Callable[[Sequence[Job]], list[list[RankObservation]]]
@@ -27,7 +26,7 @@ def _rank(rank: int, world: int, folder: str, jobs: Sequence[Job]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     for number, (case, fault) in enumerate(jobs):
         with faults.apply(fault) if fault else contextlib.nullcontext():
-            run_rank(Case.parse(case), torch.device("cpu")).save(Path(folder) / f"{number}.{rank}.safetensors")
+            train.run_rank(Case.parse(case), torch.device("cpu")).save(Path(folder) / f"{number}.{rank}.safetensors")
     dist.barrier()
     dist.destroy_process_group()
 

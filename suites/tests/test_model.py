@@ -73,7 +73,7 @@ def test_reference_gradient_is_autograd_s_on_the_tied_model(tie, frozen):
         for micro in range(2):
             batch = micro_batch(case, 1, micro, dp_rank)
             (model(batch.tokens, batch.labels)[0] / 4).backward()
-    found = evaluate(case, initial_weights(case), 1, torch.float64)
+    found = evaluate(case, initial_weights(case), 1, "float64")
     named = dict(model.named_parameters(remove_duplicate=False))
     assert (
         set(found.gradients) == {n for n in named if trainable(case, n)} == {n for n in named if named[n].requires_grad}
@@ -89,18 +89,18 @@ def test_reference_is_shared_by_all_that_determines_it():
     cache = ReferenceCache()
     case = Case("handwritten")
     weights = initial_weights(case)
-    first = cache.evaluate(case, weights, 0, torch.float64)
+    first = cache.evaluate(case, weights, 0, "float64")
     for same in (case.but(head="row"), case.but(zero=2), case.but(path="deepspeed", optimizer="adamw", clip=1.0)):
-        assert cache.evaluate(same, initial_weights(same), 0, torch.float64) is first
+        assert cache.evaluate(same, initial_weights(same), 0, "float64") is first
     moved = {n: w.clone() for n, w in weights.items()}
     moved["norm.weight"][0] += 1e-7
     others = [
-        (case, weights, 1, torch.float64),
-        (case, weights, 0, torch.float32),
-        (case, moved, 0, torch.float64),
-        (case.but(padding_idx=1), weights, 0, torch.float64),
-        (case.but(seed=1), weights, 0, torch.float64),
-        (case.but(tp=4), weights, 0, torch.float64),  # data reach other edge rows
+        (case, weights, 1, "float64"),
+        (case, weights, 0, "float32"),
+        (case, moved, 0, "float64"),
+        (case.but(padding_idx=1), weights, 0, "float64"),
+        (case.but(seed=1), weights, 0, "float64"),
+        (case.but(tp=4), weights, 0, "float64"),  # data reach other edge rows
     ]
     for other in others:
         assert cache.evaluate(*other) is not first

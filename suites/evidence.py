@@ -1,0 +1,288 @@
+"""Evidence: all that the oracles look at.
+
+Full tensors from all ranks, the reference at the run's own weights, and every numeric comparison with it, made once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from suites.cases import Case
+from suites.model import parameter_shapes, trainable
+from suites.numerics import LIMITS, Deviation, deviation
+from suites.observe import (
+    Assembled,
+    ObservationError,
+    Piece,
+    RankObservation,
+    StepObservation,
+    assemble,
+    bitwise_equal,
+    by_rank,
+)
+from suites.precision import LOW, UNIT_ROUNDOFF, arithmetic, master_dtype, unit_roundoff
+from suites.reference import Evaluation, ReferenceCache, digest_of
+
+NOISE_SAMPLES = 3  # one alone is at times too lucky: its noise in one small tensor a quarter of what is usual
+GRIDS = {"bfloat16": 7, "tf32 or float16": 10, "float32": 23}  # mantissa bits that give a lower precision away
+ENOUGH = 32  # elements below which a tensor may lie on such a grid by chance
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One numeric comparison with the reference: which oracle asks, in which step (from 0), and how far off."""
+
+    oracle: str
+    step: int
+    deviation: Deviation
+
+
+class ReferenceFailed(Exception):
+    """The unsharded model cannot be evaluated: nothing can be said of the run."""
+
+
+class Evidence:
+    """Observations by rank, full tensors, and the reference at the run's own weights.
+
+    What cannot be assembled is missing from the maps and stands in `gaps`; the reference is evaluated on demand.
+
+    Args:
+        arithmetic: name of the case's arithmetic (`suites.precision.UNIT_ROUNDOFF`); `u` is its unit roundoff.
+    """
+
+    def __init__(self, case: Case, ranks: Sequence[RankObservation], cache: ReferenceCache):
+        self.case = case
+        self.ranks = by_rank(ranks)
+        self.cache = cache
+        self.gaps: list[str] = []
+        self._digests: dict[int, bytes] = {}
+        self.dtype = getattr(torch, case.dtype)
+        self.arithmetic = arithmetic(case)
+        self.u = UNIT_ROUNDOFF[self.arithmetic]
+        self.master_u = unit_roundoff(master_dtype(case))
+        shapes = parameter_shapes(case)
+        self.initial = self._all("initial weights", {n: self._pieces(n, "initial", None) for n in shapes})
+        self.weights: list[dict[str, Assembled]] = []  # after each step
+        self.masters: list[dict[str, Assembled]] = []  # after each step; empty where weights are updated themselves
+        self.gradients: list[dict[str, Assembled]] = []
+        self.logits: list[dict[tuple[int, int], Assembled]] = []
+        names = [n for n in shapes if trainable(case, n)]
+        low = names if case.dtype in LOW else []
+        for step in range(case.steps):
+            self.weights.append(self._step(step, "weight", "weights", list(shapes)))
+            self.masters.append(self._step(step, "master weight", "masters", low))
+            self.gradients.append(self._step(step, "gradient", "gradients", names))
+            self.logits.append(self._logits(step))
+
+    def _step(self, step: int, what: str, kind: str, names: Sequence[str]) -> dict[str, Assembled]:
+        return self._all(f"step {step + 1} {what}", {n: self._pieces(n, kind, step) for n in names})
+
+    def _pieces(self, name: str, kind: str, step: int | None) -> dict[tuple[int, int], Piece]:
+        found = {}
+        for place, rank in self.ranks.items():
+            if step is not None and step >= len(rank.steps):
+                continue
+            holder: Mapping[str, Piece] = getattr(rank if step is None else rank.steps[step], kind)
+            if name in holder:
+                found[place] = holder[name]
+        return found
+
+    def _all(self, what: str, pieces: Mapping[str, Mapping[tuple[int, int], Piece]]) -> dict[str, Assembled]:
+        shapes = parameter_shapes(self.case)
+        whole = {}
+        for name, placed in pieces.items():
+            try:
+                whole[name] = assemble(name, placed, shapes[name], self.case.tp, self.case.dp)
+            except ObservationError as error:
+                self.gaps.append(f"{what} {error}")
+        return whole
+
+    def _logits(self, step: int) -> dict[tuple[int, int], Assembled]:
+        case, found = self.case, {}
+        for dp_rank in range(case.dp):
+            for micro in range(case.accumulate):
+                placed = {
+                    (tp, 0): rank.steps[step].logits[micro]
+                    for (tp, dp), rank in self.ranks.items()
+                    if dp == dp_rank and step < len(rank.steps) and micro < len(rank.steps[step].logits)
+                }
+                try:
+                    shape = (case.batch, case.sequence, case.vocab)
+                    # Each data-parallel rank has logits of its own: a mesh of one such rank.
+                    found[dp_rank, micro] = assemble("logits", placed, shape, case.tp, 1)
+                except ObservationError as error:
+                    self.gaps.append(f"step {step + 1} micro-batch {micro} of data-parallel rank {dp_rank}: {error}")
+        return found
+
+    def before(self, step: int) -> dict[str, Assembled]:
+        """Weights that step `step` (from 0) started from."""
+        return self.initial if step == 0 else self.weights[step - 1]
+
+    def reported(self, step: int) -> Iterator[tuple[tuple[int, int], StepObservation]]:
+        """What each rank, by (tp_rank, dp_rank), reported of a step, where it did."""
+        for place, rank in sorted(self.ranks.items()):
+            if step < len(rank.steps):
+                yield place, rank.steps[step]
+
+    @cached_property
+    def exact(self) -> list[Evaluation | None]:
+        """fp64 reference of each step at the run's own weights, None where these could not be assembled."""
+        return [self.evaluate(step, "float64") for step in range(self.case.steps)]
+
+    def evaluate(self, step: int, arithmetic: str, perturbed: int = 0) -> Evaluation | None:
+        """The unsharded model at the weights that a step started from; None where these could not be assembled."""
+        weights = {name: whole.value for name, whole in self.before(step).items()}
+        if set(weights) != set(parameter_shapes(self.case)):
+            return None
+        if step not in self._digests:
+            self._digests[step] = digest_of(weights)
+        digest = self._digests[step]
+        try:
+            return self.cache.evaluate(self.case, weights, step, arithmetic, perturbed=perturbed, digest=digest)
+        except Exception as error:
+            text = f"the reference failed in step {step + 1}: {type(error).__name__}: {error}"
+            raise ReferenceFailed(text) from error
+
+    def samples(self, step: int, arithmetic: str, count: int = NOISE_SAMPLES) -> list[Evaluation]:
+        """What rounding looks like in a step: the unsharded run as it is, and with weights moved by a roundoff."""
+        found = (self.evaluate(step, arithmetic, seed) for seed in range(count))
+        return [evaluation for evaluation in found if evaluation]
+
+    @cached_property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """Logits, losses, gradients and gradient norm of every step against the reference."""
+        return tuple(found for step in range(self.case.steps) for found in self.compare(step))
+
+    def compare(self, step: int, arithmetic: str | None = None) -> list[Comparison]:
+        """The comparisons of one step, in units of the rounding of the case's arithmetic, or as if it were another."""
+        exact = self.exact[step]
+        if exact is None:
+            return []
+        name = arithmetic or self.arithmetic
+        # fp64 cannot be measured against fp64: its noise is that of fp32, scaled by the unit roundoffs.
+        sampled = "float32" if name == "float64" else name
+        noise = _Noise(exact, self.samples(step, sampled), UNIT_ROUNDOFF[name], UNIT_ROUNDOFF[sampled])
+        return [*self._compare_logits(step, noise), *self._compare_losses(step, noise), *self._gradients(step, noise)]
+
+    def _compare_logits(self, step: int, noise: _Noise) -> Iterator[Comparison]:
+        for key, whole in self.logits[step].items():
+            errors = noise.errors(lambda e, k=key: e.logits[k])
+            name = f"logits of {_batch(key, self.case)}"
+            yield Comparison("logits", step, deviation(name, whole.value, noise.exact.logits[key], errors, noise.u))
+
+    def _compare_losses(self, step: int, noise: _Noise) -> Iterator[Comparison]:
+        reference = torch.tensor([noise.exact.loss[k] for k in sorted(noise.exact.loss)], dtype=torch.float64)
+        errors = [[s.loss[k] - noise.exact.loss[k] for k in sorted(s.loss)] for s in noise.samples]
+        spread = torch.tensor(errors, dtype=torch.float64) * noise.scale
+        # Losses are added up in fp32 or better, whatever the precision of the logits.
+        floor = min(noise.u, self.master_u) * float(reference.abs().mean())
+        sigma = max(float(spread.square().mean().sqrt()) if errors else 0.0, floor)
+        for (_, dp), seen in self.reported(step):
+            for micro, value in enumerate(seen.loss):
+                if (dp, micro) in noise.exact.loss:
+                    found = _scalar(
+                        f"loss of {_batch((dp, micro), self.case)}", value, noise.exact.loss[dp, micro], sigma
+                    )
+                    yield Comparison("loss", step, found)
+
+    def _gradients(self, step: int, noise: _Noise) -> Iterator[Comparison]:
+        spread = 0.0
+        counted: set[int] = set()  # a tied weight's gradient counts once
+        for name, reference in noise.exact.gradients.items():
+            errors = noise.errors(lambda e, n=name: e.gradients[n])
+            if name in self.gradients[step]:
+                found = deviation(name, self.gradients[step][name].value, reference, errors, noise.u)
+                yield Comparison("gradient", step, found)
+            if id(reference) not in counted:
+                counted.add(id(reference))
+                spread += float(errors.square().sum()) / max(1, len(errors))
+        # Rounding moves the norm no further than the norm of the gradients' own noise.
+        norm = noise.exact.gradient_norm
+        sigma = max(math.sqrt(spread), 4 * self.master_u * norm, torch.finfo(torch.float64).tiny)
+        for _, seen in self.reported(step):
+            if seen.gradient_norm is not None:
+                found = _scalar("global norm", seen.gradient_norm, norm, sigma, "norm")
+                yield Comparison("gradient_norm", step, found)
+
+    @cached_property
+    def bitwise(self) -> bool:
+        """Logits and gradients of every step are bit for bit those of the unsharded run in the case's arithmetic."""
+        for step in range(self.case.steps):
+            own = self.evaluate(step, self.arithmetic)
+            if own is None or not all(bitwise_equal(w.value, own.logits[k]) for k, w in self.logits[step].items()):
+                return False
+            if not all(bitwise_equal(w.value, own.gradients[n]) for n, w in self.gradients[step].items()):
+                return False
+        return True
+
+    def on_grid(self, step: int) -> Iterator[tuple[str, str]]:
+        """Tensors of a step all of whose values a lower precision can hold, while the unsharded run's are not so.
+
+        Yields what the tensor is, and the name of the lower precision.
+        """
+        own = self.evaluate(step, self.arithmetic)
+        for key, whole in self.logits[step].items():
+            if (grid := grid_of(whole.value)) and own and grid_of(own.logits[key]) != grid:
+                yield f"logits of {_batch(key, self.case)}", grid
+        for name, whole in self.gradients[step].items():
+            known = own is not None and name in own.gradients
+            if (grid := grid_of(whole.value)) and known and grid_of(own.gradients[name]) != grid:
+                yield f"the gradient of {name}", grid
+
+
+class _Noise:
+    """The errors of unsharded runs in one arithmetic: what rounding does to each tensor of one step."""
+
+    def __init__(self, exact: Evaluation, samples: Sequence[Evaluation], u: float, sampled_u: float):
+        self.exact, self.samples, self.u = exact, samples, u
+        self.scale = u / sampled_u
+
+    def errors(self, pick: Callable[[Evaluation], Tensor]) -> Tensor:
+        """[samples, *shape], fp64."""
+        exact = pick(self.exact)
+        return torch.stack([pick(sample).double() - exact for sample in self.samples]) * self.scale
+
+
+def _batch(key: tuple[int, int], case: Case) -> str:
+    dp_rank, micro = key
+    return f"micro-batch {micro}" + (f" of data-parallel rank {dp_rank}" if case.dp > 1 else "")
+
+
+def _scalar(name: str, run: float, reference: float, sigma: float, scope: str = "scalar") -> Deviation:
+    sigmas = abs(run - reference) / sigma if math.isfinite(run) else math.inf
+    scale = abs(reference) or 1.0
+    limit = LIMITS[scope]
+    return Deviation(
+        name=name,
+        score=sigmas / limit,
+        scope=scope,
+        sigmas=sigmas,
+        relative=sigmas * sigma / scale,
+        predicted=sigma / scale,
+        row=0,
+        rows_wrong=0.0,
+        sees=limit * sigma / scale,
+    )
+
+
+def grid_of(tensor: Tensor) -> str:
+    """The lowest precision that holds every value of a tensor, where it is lower than the tensor's own; else empty.
+
+    Tensors with few values that are not zero are no evidence.
+    """
+    values = tensor.double().flatten()
+    values = values[(values != 0) & torch.isfinite(values)]
+    if len(values) < ENOUGH:
+        return ""
+    mantissa = torch.frexp(values).mantissa
+    own = -int(math.log2(torch.finfo(tensor.dtype).eps))
+    for name, bits in GRIDS.items():
+        if bits < own and bool((mantissa * 2.0 ** (bits + 1) % 1 == 0).all()):
+            return name
+    return ""
