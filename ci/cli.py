@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -24,6 +25,10 @@ from ci.ranks import Settings, check_seconds
 from ci.supervisor import FAILED, OK, USAGE, Interrupted, Patch, SetupError, Subject
 from suites import cases as table
 from suites.cases import Case, CaseError
+
+if TYPE_CHECKING:
+    from ci.fault_plan import Row as FaultRow
+    from suites.faults import Fault
 
 EXIT_CODES = (
     "Exit codes: 0 all as expected; 1 something failed, is missing or was not run; 2 usage or set-up; "
@@ -231,7 +236,9 @@ def run(  # noqa: PLR0917 - each is an option, given by name on the command line
     fault: Annotated[
         str | None,
         typer.Option(
-            help="Bug to put into the hand-written path on purpose: the run is red, caught or not.", callback=_given
+            help="Bug (or harmless change) to put in on purpose, see `tiebench faults`: a bug's run is red, caught or "
+            "not.",
+            callback=_given,
         ),
     ] = None,
     out: Annotated[
@@ -404,12 +411,18 @@ def _check_tested(chosen: Sequence[Case]) -> None:
 
 
 def _check_fault(name: str, chosen: Sequence[Case]) -> None:
-    from suites import faults  # noqa: PLC0415
+    fault = _fault(name)
+    if any(c.path != fault.path for c in chosen):
+        fail(f"--fault {name} is for path {fault.path} only: add --path {fault.path}")
 
-    if name not in faults.FAULTS:
-        fail(f"unknown fault {name!r}; one of {', '.join(sorted(faults.FAULTS))}")
-    if any(c.path != "handwritten" for c in chosen):
-        fail(f"--fault {name} is for path handwritten only: add --path handwritten")
+
+def _fault(name: str) -> Fault:
+    from suites.faults import FAULTS, HARMLESS  # noqa: PLC0415
+
+    known = {**FAULTS, **HARMLESS}
+    if name not in known:
+        fail(f"unknown fault {name!r}; one of {', '.join(sorted(known))}")
+    return known[name]
 
 
 def _default_out(name: str) -> Path:
@@ -443,6 +456,88 @@ def _install(requirement: str, subject: Subject, display: Display) -> Subject:
     for line in built.unmet:
         display.say(f"note: {built.label} asks for {line}")
     return replace(subject, build=built)
+
+
+# faults
+
+
+@app.command("faults", epilog=EXIT_CODES)
+def faults_command(  # noqa: PLR0917 - each is an option
+    path: Annotated[
+        list[str] | None, typer.Option(help="Only faults of this path; may be given several times.", callback=_some)
+    ] = None,
+    fault: Annotated[
+        list[str] | None, typer.Option(help="Only this fault; may be given several times.", callback=_some)
+    ] = None,
+    form: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            help="Run directory; must be empty (default: runs/<time>-faults).", metavar="DIRECTORY", callback=_given
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto: CUDA and NCCL where there are enough GPUs; or cpu.")] = "auto",
+    case_limit: Annotated[
+        float, typer.Option(help="Seconds that a case may take on the ranks; a hang costs them all.", callback=_seconds)
+    ] = 20.0,
+) -> None:
+    """Put every bug on purpose into its case and show which check sees it; exit code 1 when one is missed."""
+    from ci import fault_plan  # noqa: PLC0415
+
+    for name in path or ():
+        if name not in table.PATHS:
+            fail(f"unknown path {name!r}; one of {', '.join(table.PATHS)}")
+    chosen = fault_plan.chosen([_fault(name).name for name in fault or ()], path or ())
+    if not chosen:
+        fail("no fault is left to run: the options --path and --fault exclude all of them")
+    directory = Path(out) if out is not None else _default_out("faults")
+    _check_out(directory)
+    progress = Console(stderr=True, highlight=False) if form is Format.json else Printer(highlight=False)
+    settings = Settings(device=device, case_limit=case_limit)
+    rows: list[fault_plan.Row] = []
+
+    def on_row(row: fault_plan.Row) -> None:
+        rows.append(row)
+        progress.print(f"[{len(rows)}/{len(chosen)}] {row.fault}: {row.verdict}", markup=False, soft_wrap=True)
+
+    code = OK
+    with supervisor.interruptible(restore=False):
+        try:
+            fault_plan.run(chosen, directory, settings, on_row=on_row)
+        except (SetupError, records.LogError) as error:
+            _say(str(error))
+            code = USAGE
+        except Interrupted as error:
+            code = 128 + error.number
+        supervisor.ignore_signals()
+        _print_faults(fault_plan.ordered(rows), len(chosen), form)
+    raise typer.Exit(code or (OK if len(rows) == len(chosen) and all(row.good for row in rows) else FAILED))
+
+
+def _print_faults(rows: Sequence[FaultRow], wanted: int, form: Format) -> None:
+    if form is Format.json:
+        print(json.dumps([row.plain() for row in rows], indent=2, ensure_ascii=False))
+        return
+    console = Printer(highlight=False)
+    shown = Table(
+        "fault", "class", "caught", "seen by", "step", "margin", "guesses", "verdict", box=None, pad_edge=False
+    )
+    for row in rows:
+        margin = "" if row.margin is None else f"{row.margin:.3g}"
+        step = str(row.step or "") if row.step is not None else ""
+        caught = ("yes" if row.caught else "no") + ("" if row.good else "  ← not as it must be")
+        guesses = ", ".join(map(str, row.guesses))
+        style = "" if row.good else "bold red"
+        kind = str(row.bug_class or "harmless")
+        shown.add_row(row.fault, kind, caught, row.oracle or "", step, margin, guesses, row.verdict, style=style)
+    console.print(shown)
+    bugs = [row for row in rows if row.bug_class]
+    named = sum(row.rank in (1, 2) for row in bugs)
+    console.print(
+        f"{sum(row.caught for row in bugs)} of {len(bugs)} faults caught, the right class among the first two guesses for {named}; "
+        f"{sum(row.good for row in rows) - sum(row.good for row in bugs)} of {len(rows) - len(bugs)} harmless changes "
+        f"not called a bug; {wanted - len(rows)} not run"
+    )
 
 
 # report, records, compare, doctor

@@ -51,6 +51,7 @@ class Finding(Row, frozen=True):
         error: size of the worst deviation, in the unit of `limit`; None for exact (yes/no) checks.
         limit: largest deviation that is still rounding; None for exact checks.
         unit: what error and limit are measured in ("sigma", "relative", …).
+        step: first step that shows it, from 1; 0 where it holds for the whole run.
     """
 
     oracle: str
@@ -59,6 +60,7 @@ class Finding(Row, frozen=True):
     error: float | None = None
     limit: float | None = None
     unit: str | None = None
+    step: Count = 0
 
 
 class Measured(Row, frozen=True):
@@ -388,7 +390,7 @@ def contradiction(record: Record) -> str | None:
         return f"its status is {record.status}"
     # A higher precision has cleared what was measured, but not what is either so or not.
     cleared = any(rung.verdict in GREEN for rung in record.escalation)
-    flagged = [f.oracle for f in record.findings if f.flagged and not (cleared and f.error is not None)]
+    flagged = [f.oracle for f in record.findings if f.flagged and not (cleared and f.limit is not None)]
     if not record.findings and record.oracle:
         flagged = [record.oracle]
     if flagged:

@@ -475,7 +475,13 @@ class Session:
             "evidence": judged.evidence,
             "findings": tuple(
                 records.Finding(
-                    oracle=f.oracle, flagged=f.flagged, evidence=f.evidence, error=f.error, limit=f.limit, unit=f.unit
+                    oracle=f.oracle,
+                    flagged=f.flagged,
+                    evidence=f.evidence,
+                    error=f.error,
+                    limit=f.limit,
+                    unit=f.unit,
+                    step=f.step,
                 )
                 for f in judged.findings
             ),

@@ -9,19 +9,22 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from ci.records import GREEN, Finding, Record, RunRow, contradiction, expected, over_budget
+from ci.records import GREEN, Finding, Record, RunRow, expected, over_budget
+from reports import explain
 from reports.columns import error_unit
+from reports.explain import Group, as_expected
 from reports.load import Loaded, tested
 from reports.text import MISSING, count, number, percent, seconds
 
 # Worst first: what a maintainer should look at first. The values of `outcome`.
 SEVERITY = (
     "bug",
+    "bug: precision",
     "fault not caught",
     "contradictory",
     "crash",
@@ -29,6 +32,7 @@ SEVERITY = (
     "timeout",
     "lost",
     "no verdict",
+    "wrong environment",
     "inconclusive",
     "refused",
     "skipped",
@@ -51,11 +55,14 @@ class Summary:
         next_command: the command of the next step, None where there is none.
         counts: number of cases per outcome, worst first.
         failing: cases that are not as expected, worst first, those that were not run left out.
+        groups: the same, those that fail alike together.
+        green: cases that are as expected; cleared: those of them that only a higher precision made green.
         not_run: planned cases that never began.
         pattern: what all failing cases share and no other case does, None where there is no such thing.
         elapsed_seconds: wall clock of the whole run, None where nothing tells.
         slowest, tightest: up to five cases with the longest wall clock, with the least headroom.
         blind: what this run could not have seen, one line each.
+        verdict_cost: what the verdicts cost, empty where no record tells.
         notes: damage, torn lines and oddities, one line each.
         exit_code: 0 all as expected, 1 anything else.
     """
@@ -67,14 +74,22 @@ class Summary:
     next_command: str | None
     counts: tuple[tuple[str, int], ...]
     failing: tuple[Record, ...]
+    groups: tuple[Group, ...]
+    green: tuple[Record, ...]
     not_run: tuple[Record, ...]
     pattern: str | None
     elapsed_seconds: float | None
     slowest: tuple[Record, ...]
     tightest: tuple[Record, ...]
     blind: tuple[str, ...]
+    verdict_cost: str
     notes: tuple[str, ...]
     exit_code: int
+
+    @property
+    def cleared(self) -> tuple[Record, ...]:
+        """Green cases that were beyond a limit at their own precision."""
+        return tuple(r for r in self.green if explain.cleared(r))
 
     @property
     def plan(self) -> RunRow:
@@ -107,9 +122,11 @@ class Summary:
 
 def outcome(record: Record) -> str:
     """One word for a record: its verdict if it finished, else what became of it. One of `SEVERITY`."""
+    if explain.environment_differs(record) and not explain.contradicts(record):
+        return "wrong environment"
     if record.verdict in GREEN and record.fault:
         return "fault not caught"
-    if contradiction(record) and record.status == "finished":
+    if explain.contradicts(record):
         return "contradictory"
     if record.status == "finished":
         return record.verdict or "no verdict"
@@ -120,7 +137,8 @@ def outcome(record: Record) -> str:
 
 def by_severity(record: Record) -> int:
     """Sort key, worst first."""
-    return SEVERITY.index(outcome(record))
+    name = outcome(record)
+    return SEVERITY.index(name) if name in SEVERITY else 0  # what nobody knows is looked at first
 
 
 def rerun_command(record: Record) -> str:
@@ -166,8 +184,9 @@ def summarize(loaded: Loaded) -> Summary:
     """Reduce one run to the facts that all renderings share."""
     run, records = loaded.run, loaded.run.records
     counted = Counter(map(outcome, records))
-    counts = tuple((name, counted[name]) for name in SEVERITY if counted[name])
-    bad = sorted((r for r in records if not expected(r)), key=by_severity)
+    known = dict.fromkeys([*SEVERITY, *counted])
+    counts = tuple((name, counted[name]) for name in known if counted[name])
+    bad = sorted((r for r in records if not as_expected(r)), key=by_severity)
     failing = tuple(r for r in bad if r.status != "not_run")
     not_run = tuple(r for r in bad if r.status == "not_run")
     notes = [*_oddities(loaded), *loaded.notes]
@@ -198,12 +217,15 @@ def summarize(loaded: Loaded) -> Summary:
         next_command=command,
         counts=counts,
         failing=failing,
+        groups=explain.grouped(failing),
+        green=tuple(r for r in records if as_expected(r)),
         not_run=not_run,
         pattern=pattern,
         elapsed_seconds=_elapsed(loaded),
         slowest=tuple(timed[:5]),
         tightest=tuple(measured[:5]),
         blind=_blind(loaded, records),
+        verdict_cost=explain.verdict_cost(records),
         notes=tuple(notes),
         exit_code=0 if state == "green" else 1,
     )
@@ -273,10 +295,13 @@ def _all(total: int) -> str:
 def _step(record: Record) -> str:
     name = outcome(record)
     oracle = f" by {record.oracle}" if record.oracle else ""
+    told = "the diagnosis" if record.diagnosis else "the evidence"
     return {
         "fault not caught": f"fault {record.fault} changes nothing in this case, or no oracle sees it: find out which",
         "contradictory": "the record contradicts itself (see the notes): run the first case again",
-        "bug": f"read the evidence (flagged{oracle}), then run the first case alone",
+        "bug": f"read {told} (flagged{oracle}), then run the first case alone",
+        "bug: precision": f"find where precision is lost (flagged{oracle}), then run the first case alone",
+        "wrong environment": "set the environment as the case asks, then run the first case again",
         "crash": "read the error, then run the first case alone",
         "hang": "read the stacks, then run the first case alone",
         "timeout": "see whether the first case hangs or is only slow: run it alone",
@@ -288,8 +313,8 @@ def _step(record: Record) -> str:
 
 def _pattern(records: Sequence[Record]) -> str | None:
     """Factor values that all failing cases have and no green one has; two cases on either side are needed."""
-    bad = [r for r in records if not expected(r) and r.status not in ("not_run", "lost", "skipped")]
-    good = [r for r in records if expected(r)]
+    bad = [r for r in records if not as_expected(r) and r.status not in ("not_run", "lost", "skipped")]
+    good = [r for r in records if as_expected(r)]
     if len(bad) < 2 or len(good) < 2:
         return None
     points = {r.case: {"path": r.path, **r.factors} for r in [*bad, *good]}
@@ -337,19 +362,11 @@ def _blind(loaded: Loaded, records: Sequence[Record]) -> tuple[str, ...]:
     silent = [r for r in records if r.verdict is None or r.status != "finished"]
     if silent:
         lines.append(f"{count(len(silent), 'case')} without a verdict: nothing is known of them")
-    numberless = [r for r in records if expected(r) and r.limit is None]
+    green = [r for r in records if as_expected(r)]
+    numberless = [r for r in green if r.limit is None]
     if numberless:
         lines.append(f"{count(len(numberless), 'green case')} had no numeric check, only yes/no ones")
-    loosest: dict[tuple[str, str], float] = {}
-    for record in records:
-        for finding in record.findings:
-            if finding.limit is not None and expected(record):
-                key = (finding.oracle, finding.unit or "")
-                loosest[key] = max(loosest.get(key, 0.0), finding.limit)
-    for (oracle, unit), limit in sorted(loosest.items()):
-        lines.append(
-            f"{oracle}: nothing below {number(limit)}{' ' + unit if unit else ''} (the loosest limit of a green case)"
-        )
+    lines += [*_invisible(green), *_loosest(green), *_dormant(green)]
     fixed = []
     for name in dict.fromkeys(n for r in records for n in r.factors):
         values = {r.factors.get(name) for r in records if r.verdict is not None}
@@ -359,6 +376,46 @@ def _blind(loaded: Loaded, records: Sequence[Record]) -> tuple[str, ...]:
         more = f" and {len(fixed) - MOST_BLIND_FACTORS} more" if len(fixed) > MOST_BLIND_FACTORS else ""
         lines.append(f"anything that shows only at another value of {', '.join(fixed[:MOST_BLIND_FACTORS])}{more}")
     return tuple(lines)
+
+
+def _invisible(green: Sequence[Record]) -> Iterator[str]:
+    """Per precision, the largest relative error that could have hidden in a green case."""
+    largest: dict[str, dict[str, tuple[float, str]]] = {}
+    for record in green:
+        oracles = largest.setdefault(explain.precision_of(record), {})
+        for measured in record.measured:
+            size = explain.seen(measured)
+            if size > oracles.get(measured.oracle, (-1.0, ""))[0]:
+                oracles[measured.oracle] = (size, measured.name)
+    for precision, oracles in largest.items():
+        parts = [
+            f"{oracle} below {number(size)} ({name})" if math.isfinite(size) else f"{oracle}: anything in {name}"
+            for oracle, (size, name) in oracles.items()
+        ]
+        if parts:
+            yield f"relative errors{' at ' + precision if precision else ''}: {', '.join(parts)}"
+
+
+def _loosest(green: Sequence[Record]) -> Iterator[str]:
+    """The loosest limit of each check of which no tensor was recorded."""
+    loosest: dict[tuple[str, str], float] = {}
+    for record in green:
+        told = {measured.oracle for measured in record.measured}
+        for finding in record.findings:
+            if finding.limit is not None and finding.oracle not in told:
+                key = (finding.oracle, finding.unit or "")
+                loosest[key] = max(loosest.get(key, 0.0), finding.limit)
+    for (oracle, unit), limit in sorted(loosest.items()):
+        yield f"{oracle}: nothing below {number(limit)}{' ' + unit if unit else ''} (the loosest limit of a green case)"
+
+
+def _dormant(green: Sequence[Record]) -> Iterator[str]:
+    """Classes of bugs that no green case could have shown."""
+    if not green or not all(r.dormant for r in green):  # one that says nothing may have shown all
+        return
+    always = set.intersection(*({d.bug_class for d in r.dormant} for r in green))
+    for reason, classes in explain.dormant(d for d in green[0].dormant if d.bug_class in always):
+        yield f"{classes} of bugs in any case: {reason}"
 
 
 def _oddities(loaded: Loaded) -> list[str]:

@@ -170,6 +170,15 @@ class Case:
     matmul: str = _factor("ieee", "how fp32 matrices are multiplied: as IEEE says, with inputs rounded to TF32 (real "
                           "on CUDA, emulated on CPU), or with inputs cut to it (emulated, CPU only)",
                           ("ieee", "tf32", "tf32_truncated"))
+    loss: str = _factor("mean", "cross-entropy: its mean, with smoothed labels, with a z-loss, or with weighted tokens",
+                        ("mean", "smoothed", "z_loss", "weighted"))
+    logit_scale: float = _factor(1.0, "factor on the logits; large ones overflow a softmax that is shifted wrongly",
+                                 low=0.0)
+    recompute: str = _factor("none", "what is computed once more in backward (activation checkpointing): nothing, each "
+                             "block, or head and loss", ("none", "blocks", "head"))
+    resume: str = _factor("none", "after the first step save everything, tear down, build anew with other weights and "
+                          "load", ("none", "reload"), unsupported={
+        "deepspeed": {"reload": "saving and loading through DeepSpeed's checkpoints is not built yet"}})
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -273,12 +282,21 @@ RULES: tuple[Rule, ...] = (
         lambda c: not 1e-3 <= c.embedding_scale <= 1e3,
         "an embedding_scale outside 0.001 to 1000 leaves one part of the model below the rounding of the other",
     ),
+    Rule(
+        lambda c: not 1e-3 <= c.logit_scale <= 1e3,
+        "a logit_scale outside 0.001 to 1000 leaves nothing of the softmax but rounding",
+    ),
     Rule(lambda c: not c.tied and c.tie_when != "construction", "an untied model never makes a tie"),
     Rule(lambda c: c.matmul != "ieee" and c.dtype != "float32", "TF32 is a way to multiply fp32 matrices"),
     Rule(
         lambda c: not c.tied and c.embedding_spec != "none",
         "AutoTP cuts an untied embedding that an entry names over hidden and does not gather its output (meant for "
         "per-head tables): the model cannot compute with it",
+        ("deepspeed",),
+    ),
+    Rule(
+        lambda c: c.head == "vocab" and c.tp > 1 and c.loss != "mean",
+        "DeepSpeed's loss over sharded logits is the mean cross-entropy and nothing else",
         ("deepspeed",),
     ),
     Rule(

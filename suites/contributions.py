@@ -32,7 +32,7 @@ LOOKUP, PROJECTION, REST = "lookup", "projection", "whole"
 LARGEST = 2**24  # elements of a fit (rows times terms); more are thinned out evenly
 NEARLY = 30.0  # a fit explains a gradient if it leaves this many times the predicted rounding
 LOOSEST = 0.2  # … but never more than this share of it
-SAME = 0.02  # coefficients that differ by less are one
+SAME = 0.01  # coefficients that differ by less, in proportion to the larger, are one
 
 
 @dataclass(frozen=True, order=True)
@@ -79,13 +79,18 @@ class Fit:
         groups: dict[tuple[object, ...], list[float]] = {}
         for term, value in self.coefficients.items():
             groups.setdefault(tuple(getattr(term, name) for name in others), []).append(value)
-        return any(not alike(values) for values in groups.values())
+        return any(not alike(values, grain=self.grain) for values in groups.values())
+
+    @property
+    def grain(self) -> float:
+        """Coefficients are told apart down to this: rounding blurs them."""
+        return max(SAME, 3 * self.residual)
 
     @property
     def factor(self) -> float | None:
         """The one coefficient that all terms have, None where they differ or do not explain the gradient."""
         values = list(self.coefficients.values())
-        return sum(values) / len(values) if self.explained and values and alike(values) else None
+        return sum(values) / len(values) if self.explained and values and alike(values, grain=self.grain) else None
 
 
 @dataclass(frozen=True)
@@ -156,11 +161,15 @@ class Portrait:
         return tuple(s for s in self.slices if s.wrong) or self.slices
 
 
-def alike(values: Iterable[float], other: float | None = None) -> bool:
-    """All within `SAME` of each other (of `other`), in proportion to their size where that is above 1."""
+def alike(values: Iterable[float], other: float | None = None, grain: float = SAME) -> bool:
+    """All within `grain` of each other (of `other`), in proportion to the larger; next to nothing is zero."""
     values = list(values)
     middle = other if other is not None else sum(values) / len(values)
-    return all(abs(value - middle) <= SAME * max(1.0, abs(middle)) for value in values)
+    size = max(abs(middle), *(abs(value) for value in values)) if values else 0.0
+    return size <= grain or all(abs(value - middle) <= grain * size for value in values)
+
+
+Terms = Mapping[Term, Tensor]
 
 
 # --- terms ---------------------------------------------------------------------------------------------------------
@@ -352,6 +361,8 @@ class Painter:
         first = fit(view.value, own, tolerance)
         if first.explained or not wrong or not math.isfinite(first.residual):
             return first
+        if (alone := self._projection_alone(own, view.value, tolerance)) is not None:
+            return alone
         for family in FAMILIES:
             terms = FAMILIES[family](self, name, view, own)
             if len(terms) > (1 if family != "shards" else 0):
@@ -361,7 +372,19 @@ class Painter:
         return first
 
 
-Terms = Mapping[Term, Tensor]
+    @staticmethod
+    def _projection_alone(own: Terms, run: Tensor, tolerance: float) -> Fit | None:
+        """Of a tied weight whose lookup is not explained: the projection, from the rows that no token looks up."""
+        lookups = [value for term, value in own.items() if term.part == LOOKUP]
+        projections = {term: value for term, value in own.items() if term.part == PROJECTION}
+        if not lookups or not projections:
+            return None
+        rows = torch.stack(lookups).abs().amax((0, 2)) == 0
+        if int(rows.sum()) < 2 * len(projections):
+            return None
+        found = fit(run[rows], {term: value[rows] for term, value in projections.items()}, tolerance, "projection")
+        return found if found.explained and not found.degenerate else None
+
 
 
 def _through_head(painter: Painter, name: str, view: _View, own: Terms) -> Terms:

@@ -6,7 +6,7 @@ Full tensors from all ranks, the reference at the run's own weights, and every n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,9 +28,11 @@ from suites.observe import (
 )
 from suites.precision import LOW, UNIT_ROUNDOFF, arithmetic, master_dtype, unit_roundoff
 from suites.reference import Evaluation, ReferenceCache, digest_of
+from suites.replay import Replayed, replay
 
 NOISE_SAMPLES = 3  # one alone is at times too lucky: its noise in one small tensor a quarter of what is usual
 GRIDS = {"bfloat16": 7, "tf32 or float16": 10, "float32": 23}  # mantissa bits that give a lower precision away
+LARGEST, FEWEST = 512, 8  # rows and columns of an error that are looked at for a pattern
 ENOUGH = 32  # elements below which a tensor may lie on such a grid by chance
 
 
@@ -172,7 +174,7 @@ class Evidence:
 
     def _compare_logits(self, step: int, noise: _Noise) -> Iterator[Comparison]:
         for key, whole in self.logits[step].items():
-            errors = noise.errors(lambda e, k=key: e.logits[k])
+            errors = noise.errors([sample.logits[key] for sample in noise.samples], noise.exact.logits[key])
             name = f"logits of {_batch(key, self.case)}"
             yield Comparison("logits", step, deviation(name, whole.value, noise.exact.logits[key], errors, noise.u))
 
@@ -195,7 +197,7 @@ class Evidence:
         spread = 0.0
         counted: set[int] = set()  # a tied weight's gradient counts once
         for name, reference in noise.exact.gradients.items():
-            errors = noise.errors(lambda e, n=name: e.gradients[n])
+            errors = noise.errors([sample.gradients[name] for sample in noise.samples], reference)
             if name in self.gradients[step]:
                 found = deviation(name, self.gradients[step][name].value, reference, errors, noise.u)
                 yield Comparison("gradient", step, found)
@@ -209,6 +211,29 @@ class Evidence:
             if seen.gradient_norm is not None:
                 found = _scalar("global norm", seen.gradient_norm, norm, sigma, "norm")
                 yield Comparison("gradient_norm", step, found)
+
+    def concentration(self, oracle: str, name: str, step: int) -> float:
+        """Share of an error's energy in its largest singular direction: near 1 for one wrong factor, row or column."""
+        exact = self.exact[step]
+        if exact is None:
+            return 0.0
+        if oracle == "gradient" and name in self.gradients[step]:
+            error = self.gradients[step][name].value.double() - exact.gradients[name]
+        elif oracle == "logits":
+            batches = {f"logits of {_batch(key, self.case)}": key for key in self.logits[step]}
+            error = self.logits[step][batches[name]].value.double() - exact.logits[batches[name]]
+        else:
+            return 0.0
+        error = error.reshape(-1, error.shape[-1])[:LARGEST, :LARGEST]
+        if min(error.shape) < FEWEST or not bool(torch.isfinite(error).all()):
+            return 0.0
+        values = torch.linalg.svdvals(error).square()
+        return float(values[0] / values.sum().clamp_min(torch.finfo(torch.float64).tiny))
+
+    @cached_property
+    def replayed(self) -> Replayed:
+        """Every optimizer step done again in fp64."""
+        return replay(self)
 
     @cached_property
     def bitwise(self) -> bool:
@@ -231,8 +256,8 @@ class Evidence:
             if (grid := grid_of(whole.value)) and own and grid_of(own.logits[key]) != grid:
                 yield f"logits of {_batch(key, self.case)}", grid
         for name, whole in self.gradients[step].items():
-            known = own is not None and name in own.gradients
-            if (grid := grid_of(whole.value)) and known and grid_of(own.gradients[name]) != grid:
+            unsharded = own.gradients.get(name) if own else None
+            if unsharded is not None and (grid := grid_of(whole.value)) and grid_of(unsharded) != grid:
                 yield f"the gradient of {name}", grid
 
 
@@ -243,10 +268,9 @@ class _Noise:
         self.exact, self.samples, self.u = exact, samples, u
         self.scale = u / sampled_u
 
-    def errors(self, pick: Callable[[Evaluation], Tensor]) -> Tensor:
+    def errors(self, sampled: Sequence[Tensor], exact: Tensor) -> Tensor:
         """[samples, *shape], fp64."""
-        exact = pick(self.exact)
-        return torch.stack([pick(sample).double() - exact for sample in self.samples]) * self.scale
+        return torch.stack([sample.double() - exact for sample in sampled]) * self.scale
 
 
 def _batch(key: tuple[int, int], case: Case) -> str:
@@ -271,14 +295,14 @@ def _scalar(name: str, run: float, reference: float, sigma: float, scope: str = 
     )
 
 
-def grid_of(tensor: Tensor) -> str:
+def grid_of(tensor: Tensor, enough: int = ENOUGH) -> str:
     """The lowest precision that holds every value of a tensor, where it is lower than the tensor's own; else empty.
 
-    Tensors with few values that are not zero are no evidence.
+    Tensors with fewer than `enough` values that are not zero are no evidence.
     """
     values = tensor.double().flatten()
     values = values[(values != 0) & torch.isfinite(values)]
-    if len(values) < ENOUGH:
+    if len(values) < enough:
         return ""
     mantissa = torch.frexp(values).mantissa
     own = -int(math.log2(torch.finfo(tensor.dtype).eps))

@@ -6,6 +6,7 @@ replaced by tensor-parallel ones.
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping
@@ -13,9 +14,10 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from suites.cases import FFN, HEAD_DIM, HEADS, Case
-from suites.data import IGNORED
+from suites.data import IGNORED, token_weights
 from suites.precision import at_least_fp32
 
 EMBEDDING = "embed_tokens.weight"
@@ -26,10 +28,24 @@ HEAD_BIAS = "lm_head.bias"
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
 
+SMOOTHING = 0.1  # share of the probability that loss=smoothed spreads evenly over the vocabulary
+Z_LOSS = 0.01  # weight of the squared log of the softmax's sum in loss=z_loss
 
-def causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
-    """Mean cross-entropy over the labels that count; labels are the next tokens already (no shift here)."""
-    return F.cross_entropy(at_least_fp32(logits).reshape(-1, vocab_size), labels.reshape(-1), ignore_index=IGNORED)
+
+def causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, kind: str = "mean", **_: object) -> Tensor:
+    """Mean cross-entropy over the labels that count; labels are the next tokens already (no shift here).
+
+    Args:
+        kind: value of the factor `loss`. A weighted mean divides by the sum of the weights.
+    """
+    logits, labels = at_least_fp32(logits).reshape(-1, vocab_size), labels.reshape(-1)
+    if kind == "weighted":
+        weights = token_weights(labels).to(logits.dtype) * (labels != IGNORED)
+        losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+        return (losses * weights).sum() / weights.sum()
+    smoothing = SMOOTHING if kind == "smoothed" else 0.0
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, label_smoothing=smoothing)
+    return loss + Z_LOSS * logits.logsumexp(-1)[labels != IGNORED].square().mean() if kind == "z_loss" else loss
 
 
 class RMSNorm(nn.Module):
@@ -89,8 +105,10 @@ class Decoder(nn.Module):
         super().__init__()
         self.vocab = case.vocab
         self.scale = case.embedding_scale
+        self.logit_scale = case.logit_scale
         self.strided = case.activation == "transposed"
-        self.loss_function: Callable[..., Tensor] = causal_loss
+        self.recompute = "none"
+        self.loss_function: Callable[..., Tensor] = functools.partial(causal_loss, kind=case.loss)
 
         def add_embedding() -> None:
             self.embed_tokens = nn.Embedding(case.vocab, case.hidden, padding_idx=case.padding_idx)
@@ -119,13 +137,22 @@ class Decoder(nn.Module):
         if self.scale != 1.0:
             x = x * self.scale
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute == "blocks" else layer(x)
         x = self.norm(x)
         return x.transpose(0, 1).contiguous().transpose(0, 1) if self.strided else x
 
     def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and labels, both int64 [batch, sequence], to loss and logits."""
-        logits = self.lm_head(self.hidden_states(tokens))
+        x = self.hidden_states(tokens)
+        if self.recompute == "head":
+            return checkpoint(self.head_and_loss, x, labels, use_reentrant=False)
+        return self.head_and_loss(x, labels)
+
+    def head_and_loss(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The activation that enters the head [batch, sequence, hidden], and labels, to loss and logits."""
+        logits = self.lm_head(x)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
         return self.loss_function(logits, labels=labels, vocab_size=self.vocab), logits
 
 
@@ -204,6 +231,7 @@ def build_model(
         notice("tied", model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(trainable(case, name))
+    model.recompute = case.recompute  # set here and not by the constructor: the reference never recomputes
     return model
 
 

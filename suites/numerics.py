@@ -89,7 +89,7 @@ def deviation(name: str, run: Tensor, reference: Tensor, noise: Tensor, u: float
         row=int((row_error / sigma_row).nan_to_num(math.inf).argmax()),
         rows_wrong=float(wrong.double().mean()) if finite else 1.0,
         sees=LIMITS["tensor"] * sigma / scale if scale and told else math.inf,
-        coherence=_cosine(error, reference) if finite and told else 0.0,
+        coherence=cosine(error, reference) if finite and told else 0.0,
     )
 
 
@@ -98,7 +98,8 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.double().reshape(-1, tensor.shape[-1])
 
 
-def _cosine(a: Tensor, b: Tensor) -> float:
+def cosine(a: Tensor, b: Tensor) -> float:
+    """Cosine of the angle between two tensors, from 0 to 1; 0 where one of them is zero."""
     size = float(a.norm() * b.norm())
     return abs(float((a * b).sum())) / size if size else 0.0
 

@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from suites import layouts, optimizers
+from suites import layouts
 from suites.cases import Case
-from suites.evidence import Evidence
+from suites.evidence import Evidence, grid_of
 from suites.limits import BLIND, BLIND_LOW
 from suites.model import EMBEDDING, HEAD, initial_weights, parameter_shapes, trainable
 from suites.numerics import LIMITS, Deviation
 from suites.observe import Assembled, Lifecycle, bitwise_equal
 from suites.precision import LOW, MATMUL, master_dtype, measured_matmul
 from suites.reference import Evaluation
+
+FEW = 3  # numbers that lie on a coarse grid by chance once in a million billion
 
 
 @dataclass(frozen=True)
@@ -338,6 +340,8 @@ def precision(e: Evidence) -> Finding:
     values all fit a lower precision than its own where the unsharded run's do not.
     """
     wanted = master_dtype(e.case)
+    for what, grid in coarse_scalars(e):
+        return Finding("precision", True, f"the {what} of every step is a {grid} value", step=1)
     for step in range(e.case.steps):
         for name, whole in e.gradients[step].items():
             if whole.value.dtype != wanted:
@@ -355,6 +359,18 @@ def precision(e: Evidence) -> Finding:
             return Finding("precision", True, text, step=step + 1)
     kept = "fp32 master weights and gradient sums" if e.case.dtype in LOW else f"{e.case.dtype} throughout"
     return Finding("precision", False, kept)
+
+
+def coarse_scalars(e: Evidence) -> Iterator[tuple[str, str]]:
+    """Numbers that every rank reports and that are values of a lower precision in all steps, and of which one."""
+    seen = [reported for step in range(e.case.steps) for _, reported in e.reported(step)]
+    rows = {
+        "gradient norm": [s.gradient_norm for s in seen if s.gradient_norm is not None],
+        "loss": [value for s in seen for value in s.loss],
+    }
+    for what, values in rows.items():
+        if len(set(values)) >= FEW and (grid := grid_of(torch.tensor(values, dtype=master_dtype(e.case)), FEW)):
+            yield what, grid
 
 
 def whole_dtype(e: Evidence, what: str) -> str:
@@ -380,70 +396,12 @@ def gradient_norm(e: Evidence) -> Finding:
 
 
 def update(e: Evidence) -> Finding:
-    """Weights after each step against an fp64 replay of the optimizer on the run's own gradients and weights.
-
-    Under a low precision the replay leads from master weight to master weight, in units of the rounding of fp32, and
-    the model's weight must be the master weight rounded. Frozen parameters must not move by a bit.
-    """
-    replays = {n: optimizers.replay(e.case) for n in parameter_shapes(e.case) if trainable(e.case, n)}
-    found = []
-    for step in range(e.case.steps):
-        own = e.gradients[step]
-        once = [n for n in own if not (e.case.tied and n == HEAD and EMBEDDING in own)]
-        norm = math.sqrt(sum(float(own[n].value.double().square().sum()) for n in once))
-        # The norm is judged by an oracle of its own; here, that the run clips by the norm that it reports.
-        norms = (seen.gradient_norm for _, seen in e.reported(step))
-        coefficient = optimizers.clip_coefficient(min((n for n in norms if n is not None), default=norm), e.case.clip)
-        for name, after in e.weights[step].items():
-            before = e.before(step).get(name)
-            if before is None:
-                continue
-            if name not in replays:
-                if not bitwise_equal(before.value, after.value):
-                    return Finding("update", True, f"{name} is frozen and moved in step {step + 1}", step=step + 1)
-                continue
-            if name in e.masters[step]:
-                master = e.masters[step][name]
-                if not bitwise_equal(master.value.to(after.value.dtype), after.value):
-                    text = f"{name} is not its master weight rounded, after step {step + 1}"
-                    return Finding("update", True, text, step=step + 1)
-            old, new = _updated(e, step, name)
-            if name in own and old is not None and new is not None:
-                expected = replays[name].step(old.double(), own[name].value.double() * coefficient)
-                sigma = e.master_u * replays[name].roundings(old.double(), expected)
-                found.append((step, _replayed(name, old, new, expected, sigma)))
-    return _worst("update", found, BLIND["replay"])
-
-
-def _updated(e: Evidence, step: int, name: str) -> tuple[Tensor | None, Tensor | None]:
-    """What the optimizer worked on, before and after a step: the master weight where there is one."""
-    if name not in e.masters[step]:
-        return e.before(step)[name].value, e.weights[step][name].value
-    old = (e.masters[step - 1] if step else e.initial).get(name)
-    return None if old is None else old.value, e.masters[step][name].value
-
-
-def _replayed(name: str, before: Tensor, after: Tensor, expected: Tensor, sigma: Tensor) -> Deviation:
-    """Deviation of the weight `after` a step from the replay's, in units of the update's own rounding `sigma`."""
-    moved = (expected - before.double()).abs()
-    sigma = sigma + torch.finfo(torch.float64).tiny
-    error = after.double() - expected
-    finite = bool(torch.isfinite(after).all())
-    rows = (error.abs() / sigma).reshape(error.shape[0], -1).amax(1)
-    worst = float(rows.max()) if finite else math.inf
-    scale = float(moved.square().mean().sqrt()) or 1.0
-    clearest = float((moved / sigma).max())
-    return Deviation(
-        name=f"update of {name}",
-        score=worst / LIMITS["replay"],
-        scope="replay",
-        sigmas=worst,
-        relative=float(error.square().mean().sqrt()) / scale if finite else math.inf,
-        predicted=float(sigma.square().mean().sqrt()) / scale,
-        row=int(rows.nan_to_num(math.inf).argmax()),
-        rows_wrong=float((rows > LIMITS["replay"]).double().mean()) if finite else 1.0,
-        sees=LIMITS["replay"] / clearest if clearest else math.inf,
-    )
+    """Weights after each step against an fp64 replay of the optimizer on the run's own gradients and weights."""
+    found = e.replayed
+    if found.broken:
+        step, text = found.broken
+        return Finding("update", True, text, step=step)
+    return _worst("update", found.deviations, BLIND["replay"])
 
 
 @dataclass(frozen=True)

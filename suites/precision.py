@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -138,7 +139,7 @@ def switches(device: torch.device) -> dict[str, str]:
         MATMUL: measured_matmul(device),
         "subnormals (measured)": "kept" if bool(torch.full((1,), 1e-40) * 1 > 0) else "flushed to zero",
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "mkldnn.matmul.fp32_precision": str(torch.backends.mkldnn.matmul.fp32_precision),
+        "mkldnn.matmul.fp32_precision": _read(torch.backends.mkldnn, "matmul.fp32_precision"),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "autocast": str(torch.is_autocast_enabled(device.type)),
         "default dtype": str(torch.get_default_dtype()),
@@ -147,8 +148,16 @@ def switches(device: torch.device) -> dict[str, str]:
         matmul = torch.backends.cuda.matmul
         found |= {
             "cuda.matmul.fp32_precision": str(matmul.fp32_precision),
-            "cudnn.conv.fp32_precision": str(torch.backends.cudnn.conv.fp32_precision),
+            "cudnn.conv.fp32_precision": _read(torch.backends.cudnn, "conv.fp32_precision"),
             "cuda.matmul.allow_bf16_reduced_precision_reduction": str(matmul.allow_bf16_reduced_precision_reduction),
             "cuda.matmul.allow_fp16_reduced_precision_reduction": str(matmul.allow_fp16_reduced_precision_reduction),
         }
     return found | {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def _read(module: object, path: str) -> str:
+    """A switch by its path; torch of other versions may lack it."""
+    try:
+        return str(attrgetter(path)(module))
+    except (AttributeError, RuntimeError):
+        return "no such switch"

@@ -24,7 +24,7 @@ from suites.precision import LOSS_SCALE, LOW, UNIT_ROUNDOFF, multiplying
 # the data reach the first and last row of every shard.)
 DETERMINED_BY = (
     "tie", "tp", "dp", "hidden", "vocab", "layers", "sequence", "batch", "accumulate", "padding_idx",
-    "embedding_scale", "head_bias", "activation", "frozen", "seed",
+    "embedding_scale", "head_bias", "activation", "frozen", "seed", "loss", "logit_scale",
 )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from suites.cases import Case, CaseError
 from suites.evidence import Comparison, Evidence, ReferenceFailed
 from suites.limits import DECISIVE, SLOPE
@@ -31,7 +33,13 @@ KIND = {oracle.name: oracle.kind for oracle in ORACLES}
 COARSER = ("float32", "tf32", "tf32_truncated", "float16", "bfloat16")
 EVEN = 0.3  # share of rows that rounding of a lower precision must at least have reached
 COHERENT = 0.5  # cosine between error and tensor above which the error is a factor, not rounding
-COMPARABLE = 0.1  # rounding of a lower precision must be at least this share of what such a run shows
+INCOHERENT = 0.1  # the same cosine, of an update
+ROUNDINGS = 2.0  # unit roundoffs of a lower precision by which an update may be off that was rounded to it
+CONCENTRATED = (
+    0.5  # share of an error's energy in one direction (row pattern times column pattern): no rounding does that
+)
+FIRST_FEW = 3  # tensors whose error is looked at for such a pattern
+COMPARABLE = 0.02  # rounding of a lower precision must be at least this share of what such a run shows
 
 Again = Callable[[Case], Sequence[RankObservation]]
 
@@ -182,8 +190,11 @@ def _together(
             name = next((f.oracle for f in found.flagged), "")
             return found.verdict, f"{shown}: no rounding, {name} flags at {rung.arithmetic} too"
     if all(rung.arithmetic == arithmetic(case) for rung in rungs):  # other seeds
+        if first.resembles.startswith("tf32"):
+            return INCONCLUSIVE, f"{shown}: it is what TF32 gives, look at the switches"
         if all(found.open for found in higher):
-            return BUG, f"{shown}: flagged with {1 + len(higher)} seeds of {1 + len(higher)}"
+            kind = PRECISION if first.resembles else BUG
+            return kind, f"{shown}: flagged with {1 + len(higher)} seeds of {1 + len(higher)}"
         return INCONCLUSIVE, f"{shown}: not flagged with every seed, and this path has no higher precision to ask"
     last = higher[-1]
     if last.verdict not in (EXACT, ROUNDING):
@@ -253,7 +264,8 @@ def _measured(evidence: Evidence) -> tuple[Measured, ...]:
     worst: dict[tuple[str, str], Comparison] = {}
     sees: dict[tuple[str, str], float] = {}
     try:
-        comparisons = evidence.comparisons
+        replayed = [Comparison("update", step, d) for step, d in evidence.replayed.deviations]
+        comparisons = [*evidence.comparisons, *replayed]
     except Exception:  # noqa: BLE001 - told by the oracles
         return ()
     for found in comparisons:
@@ -326,11 +338,13 @@ def _verdict(evidence: Evidence, flagged: Sequence[Finding], blind: bool) -> tup
     # The optimizer's replay multiplies no matrices: it is IEEE fp32 or fp64 whatever the case's precision.
     ieee = evidence.arithmetic in ("float32", "float64") and "environment" not in by_kind
     if any(_decisive(f) and f.oracle == "update" for f in numeric):
-        return BUG, ""
-    # What looks like a lower precision is put to a higher one first, where there is one.
-    held_back = resembles and evidence.arithmetic != "float64"
-    decided = ieee and not held_back and any(_decisive(f) for f in numeric)
-    return (BUG if decided else INCONCLUSIVE), resembles
+        rounded = "" if evidence.replayed.broken else _rounded_updates(evidence)
+        return PRECISION if rounded and len(numeric) == 1 else BUG, rounded
+    if not (ieee and any(_decisive(f) for f in numeric)):
+        return INCONCLUSIVE, resembles
+    # What looks like a lower precision is put to a higher one first; in fp64 nothing else is left that it could be.
+    at_the_top = evidence.arithmetic == "float64"
+    return (PRECISION if at_the_top else INCONCLUSIVE) if resembles else BUG, resembles
 
 
 def _decisive(finding: Finding) -> bool:
@@ -339,7 +353,7 @@ def _decisive(finding: Finding) -> bool:
 
 
 def _resembles(evidence: Evidence) -> str:
-    """The finest lower precision of which every deviation of the first flagged step could be the rounding.
+    """The lower precision of which every deviation of the first flagged step could be the rounding, the likeliest.
 
     As large as what an unsharded run at that precision shows, spread over the rows, and no factor of the tensor itself.
     """
@@ -354,12 +368,27 @@ def _resembles(evidence: Evidence) -> str:
         return ""
     if statistics.median(d.coherence for d in wide) > COHERENT:
         return ""
+    if max(evidence.concentration(*key, first) for key in early if early[key] in wide[:FIRST_FEW]) > CONCENTRATED:
+        return ""
+    fitting: dict[str, float] = {}  # how far from what such a run shows, in powers of two
+    tiny = torch.finfo(torch.float64).tiny
     for name in lower:
         as_if = {(c.oracle, c.deviation.name): c.deviation for c in evidence.compare(first, name)}
         if all(key in as_if and as_if[key].score <= 1 for key in early):
-            large = [as_if[key] for key, d in early.items() if d.relative >= COMPARABLE * as_if[key].predicted]
-            return name if len(large) >= len(early) / 2 else ""
-    return ""
+            ratios = [d.relative / as_if[key].predicted for key, d in early.items() if as_if[key].predicted > 0]
+            fitting[name] = abs(math.log2(max(statistics.median(ratios), tiny))) if ratios else math.inf
+    best = min(fitting, key=lambda name: fitting[name], default="")
+    return best if best and fitting[best] <= -math.log2(COMPARABLE) else ""
+
+
+def _rounded_updates(evidence: Evidence) -> str:
+    """As `_resembles`, of updates whose gradients are right: moments or weights kept in a lower precision."""
+    flagged = [(step, d) for step, d in evidence.replayed.deviations if not d.score <= 1]
+    first = [d for step, d in flagged if step == flagged[0][0]]
+    even = all(d.rows_wrong >= EVEN for d in first) and statistics.median(d.coherence for d in first) < INCOHERENT
+    worst = max(d.relative for d in first)
+    lower = [name for name in COARSER if UNIT_ROUNDOFF[name] > evidence.master_u]
+    return next((name for name in lower if even and worst <= ROUNDINGS * UNIT_ROUNDOFF[name]), "")
 
 
 def _second_opinion(case: Case) -> str:

@@ -16,6 +16,7 @@ from unittest import mock
 
 from suites.faults import (
     handwritten_alias,
+    handwritten_checkpoint,
     handwritten_contributions,
     handwritten_data_parallel,
     handwritten_loss,
@@ -23,6 +24,7 @@ from suites.faults import (
     handwritten_precision,
     handwritten_reductions,
     handwritten_rows,
+    harmless,
     harness,
 )
 from suites.faults.table import Fault, Replacement, Table, merged
@@ -37,10 +39,11 @@ FAULTS: Mapping[str, Fault] = merged(
     handwritten_rows.TABLE,
     handwritten_loss.TABLE,
     handwritten_optimizer.TABLE,
+    handwritten_checkpoint.TABLE,
     handwritten_precision.TABLE,
     harness.TABLE,
 )
-HARMLESS: Mapping[str, Fault] = merged()
+HARMLESS: Mapping[str, Fault] = merged(harmless.TABLE)
 
 
 @contextlib.contextmanager

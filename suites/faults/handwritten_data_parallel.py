@@ -50,9 +50,10 @@ def dp_mean_over_the_world() -> list[Replacement]:
 @TABLE.fault(9, needs="tp > 1, dp > 1, zero=0", case=EVEN_ROW + ",dp=2", invisible=DP, caught_by=("gradient",))
 def dp_reduce_over_the_world() -> list[Replacement]:
     """The data-parallel mean is taken over all ranks, whatever shard they hold."""
+    world: Any = dist.group.WORLD
 
     def broken(gradient: Tensor, mesh: hw.Mesh) -> Tensor:
-        return hw.all_reduce(gradient, dist.group.WORLD) / dist.get_world_size()
+        return hw.all_reduce(gradient, world) / dist.get_world_size()
 
     return [(hw, "mean_over_dp", broken)]
 

@@ -85,6 +85,46 @@ def norm_of_own_part() -> list[Replacement]:
     return [_without_scalars()]
 
 
+@TABLE.fault(
+    19,
+    needs="tp > 1, tiny gradients",
+    case=ROW + ",logit_scale=0.001",
+    invisible=ONE_RANK + ",logit_scale=0.001",
+    caught_by=("gradient_norm",),
+)
+def epsilon_on_every_rank() -> list[Replacement]:
+    """Every rank but the first adds the clipping's epsilon to its share of the squared norm."""
+    original = hw.squared_norm
+
+    def broken(parameter: Tensor, gradient: Tensor, mesh: hw.Mesh) -> Tensor:
+        square = original(parameter, gradient, mesh)
+        return square + 1e-6 if mesh.tp_rank else square
+
+    return [(hw, "squared_norm", broken)]
+
+
+@TABLE.fault(
+    19,
+    needs="tp > 1, clip > 0",
+    case=ROW + ",clip=0.5",
+    invisible=ROW,
+    caught_by=("replicas", "update"),
+)
+def clipped_on_one_rank() -> list[Replacement]:
+    """Only the first tensor-parallel rank clips; all report the right norm."""
+    original = hw.ZeroStage0.step
+
+    def broken(self: hw.ZeroStage0) -> float:
+        case = self.case
+        if self.mesh.tp_rank:
+            self.case = case.but(clip=0.0)
+        norm = original(self)
+        self.case = case
+        return norm
+
+    return [(hw.ZeroStage0, "step", broken)]
+
+
 @TABLE.fault(20, needs="tie=tied", case=TIED_ZERO1, invisible=UNTIED_ROW, caught_by=("census", "gradient_norm"))
 def weight_held_twice() -> list[Replacement]:
     """The optimizer's flat vector holds the tied weight under both of its names."""

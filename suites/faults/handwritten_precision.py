@@ -27,7 +27,7 @@ def bf16_reduction() -> list[Replacement]:
     return [(hw, "all_reduce", broken)]
 
 
-@TABLE.fault(28, needs="dp > 1, zero=0", case=DP, invisible=ONE_RANK, caught_by=("gradient",))
+@TABLE.fault(28, needs="dp > 1, zero=0", case=DP, invisible=ONE_RANK, caught_by=("precision", "gradient"))
 def bf16_dp_reduce() -> list[Replacement]:
     """Gradients are reduced over data-parallel ranks in bf16."""
     original = hw.mean_over_dp
@@ -110,3 +110,73 @@ def bf16_norm() -> list[Replacement]:
         return original(tensor.to(LOW) if low else tensor, group, op).to(tensor.dtype)
 
     return [(hw, "all_reduce", broken)]
+
+
+BF16 = ",dtype=bfloat16"
+
+
+@TABLE.fault(
+    28, needs="dtype=bfloat16 or float16, zero=0", case=EVEN_ROW + BF16, invisible=EVEN_ROW, caught_by=("precision",)
+)
+def no_master_weights() -> list[Replacement]:
+    """The optimizer updates the bf16 weights themselves."""
+
+    def broken(parameters: Any, case: Any) -> dict[str, Any]:
+        for parameter in parameters.values():
+            parameter.grad_dtype = None  # takes the gradient in whatever precision it was summed
+        return dict(parameters)
+
+    return [(hw, "master_weights", broken)]
+
+
+@TABLE.fault(
+    28, needs="dtype=bfloat16 or float16, zero=0", case=EVEN_ROW + BF16, invisible=EVEN_ROW, caught_by=("update",)
+)
+def masters_from_rounded_weights() -> list[Replacement]:
+    """After each step the fp32 master weights are taken from the bf16 weights again."""
+    original = hw.ZeroStage0.publish
+
+    def broken(self: hw.ZeroStage0) -> None:
+        original(self)
+        with torch.no_grad():
+            for name, own in self.own.items():
+                own.copy_(self.parameters[name])
+
+    return [(hw.ZeroStage0, "publish", broken)]
+
+
+@TABLE.fault(
+    28,
+    needs="dtype=bfloat16 or float16, accumulate > 1",
+    case=EVEN_ROW + BF16 + ",accumulate=4",
+    invisible=EVEN_ROW + ",accumulate=4",
+    caught_by=("precision",),
+)
+def bf16_gradient_sums() -> list[Replacement]:
+    """Gradients of micro-batches are summed in bf16."""
+    original = hw.DataParallel.collect
+
+    def broken(self: hw.DataParallel) -> None:
+        original(self)
+        self.sums = {name: total.to(LOW).float() for name, total in self.sums.items()}
+
+    return [(hw.DataParallel, "collect", broken)]
+
+
+@TABLE.fault(
+    28,
+    needs="dtype=bfloat16 or float16, zero=1 or 2",
+    case="handwritten:head=row,zero=1,tp=1,dp=2" + BF16,
+    invisible="handwritten:head=row,zero=1,tp=1,dp=2",
+    caught_by=("update",),
+)
+def bf16_flat_part() -> list[Replacement]:
+    """ZeRO's flat part is rounded to bf16 after each update, though it is held in fp32."""
+    original = hw.ZeroPartitioned.publish
+
+    def broken(self: hw.ZeroPartitioned) -> None:
+        original(self)
+        if self.low:
+            self.own.data.copy_(self.own.data.to(LOW))
+
+    return [(hw.ZeroPartitioned, "publish", broken)]

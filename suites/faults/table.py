@@ -22,7 +22,8 @@ class Fault:
         meaning: what goes wrong, one line for people.
         needs: the case factors without which it is not visible, one line for people.
         case: id of a case that shows it.
-        invisible: id of a case in which the run is bit for bit that of the unmodified program.
+        invisible: id of a case in which the run is bit for bit that of the unmodified program; empty where it depends
+        on the machine.
         caught_by: oracles that must flag `case`; ``hang`` where the watchdog must end it.
         replacements: what to put in place of what; made anew at each use, in the process that trains.
     """
@@ -67,7 +68,7 @@ class Table:
                 meaning=meaning_of(function),
                 needs=needs,
                 case=Case.parse(case).id,
-                invisible=Case.parse(invisible).id,
+                invisible=Case.parse(invisible).id if invisible else "",
                 caught_by=tuple(caught_by),
                 replacements=function,
             )

@@ -13,8 +13,11 @@ Shards are cut as `torch.tensor_split` does, so sizes may be uneven.
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +28,11 @@ from torch import Tensor, nn
 from suites import model as models
 from suites import optimizers, precision
 from suites.cases import Case
-from suites.data import IGNORED, MicroBatch
-from suites.model import COLUMN, ROW, Decoder
+from suites.data import IGNORED, MicroBatch, token_weights
+from suites.model import COLUMN, ROW, SMOOTHING, Z_LOSS, Decoder
 from suites.observe import Piece
 from suites.paths import Notice
+from suites.paths import handwritten_checkpoint as checkpoints
 
 
 @dataclass(frozen=True)
@@ -245,31 +249,56 @@ class RowParallelHead(nn.Module):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of each token from logits sharded over the vocabulary; the full logits never exist on one rank."""
+    """Cross-entropy of each token from logits sharded over the vocabulary; the full logits never exist on one rank.
+
+    With `smoothing` s the target is (1 - s) times one-hot plus s / vocabulary; with `z_loss` z each token adds z times
+    the square of the logarithm of its softmax's sum.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, mesh: Mesh) -> Tensor:
+    def forward(  # noqa: PLR0917 - autograd passes no keywords
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        start: int,
+        mesh: Mesh,
+        vocab: int,
+        smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> Tensor:
         """Logits [n, v/tp] and labels [n] to losses [n]; ignored labels give zero."""
         counted = labels != IGNORED
         here = counted & (labels >= start) & (labels < start + logits.shape[-1])
         local = torch.where(here, labels - start, 0)
         ctx.dtype = logits.dtype
         logits = precision.at_least_fp32(logits)
-        shifted = logits - global_maximum(logits, mesh).unsqueeze(-1)
+        maximum = global_maximum(logits, mesh)
+        shifted = logits - maximum.unsqueeze(-1)
         exponentials = shifted.exp()
         total = all_reduce(exponentials.sum(-1), mesh.tp_group)
         target = torch.where(here, shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0)
         target = all_reduce(target, mesh.tp_group)
-        ctx.save_for_backward(exponentials / total.unsqueeze(-1), local, here, counted)
-        return torch.where(counted, total.log() - target, 0)
+        losses = total.log() - target
+        if smoothing:
+            losses = losses + smoothing * (target - mean_logit(shifted, mesh, vocab))
+        log_sum = softmax_log_sum(total, maximum, mesh)
+        if z_loss:
+            losses = losses + z_loss * log_sum.square()
+        ctx.vocab, ctx.smoothing, ctx.z_loss = vocab, smoothing, z_loss
+        ctx.save_for_backward(exponentials / total.unsqueeze(-1), local, here, counted, log_sum)
+        return torch.where(counted, losses, 0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        """Softmax minus one-hot, each token weighted by its own upstream gradient."""
-        softmax, local, here, counted = ctx.saved_tensors
-        result = softmax.clone()
-        result.scatter_add_(-1, local.unsqueeze(-1), -here.unsqueeze(-1).to(result.dtype))
-        return (result * (gradient * counted).unsqueeze(-1)).to(ctx.dtype), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+        """Softmax minus target, each token weighted by its own upstream gradient."""
+        softmax, local, here, counted, log_sum = ctx.saved_tensors
+        result = softmax * (1 + 2 * ctx.z_loss * log_sum).unsqueeze(-1) if ctx.z_loss else softmax.clone()
+        one_hot = -here.unsqueeze(-1).to(result.dtype)
+        result.scatter_add_(-1, local.unsqueeze(-1), one_hot * (1 - ctx.smoothing))
+        if ctx.smoothing:
+            result -= ctx.smoothing / ctx.vocab
+        upstream = (gradient * counted).unsqueeze(-1)
+        return (result * upstream).to(ctx.dtype), None, None, None, None, None, None
 
 
 def global_maximum(logits: Tensor, mesh: Mesh) -> Tensor:
@@ -277,17 +306,38 @@ def global_maximum(logits: Tensor, mesh: Mesh) -> Tensor:
     return all_reduce(logits.amax(-1), mesh.tp_group, dist.ReduceOp.MAX)
 
 
+def mean_logit(logits: Tensor, mesh: Mesh, vocab: int) -> Tensor:
+    """Mean logit of each token over the whole vocabulary: [n, v/tp] -> [n]."""
+    return all_reduce(logits.sum(-1), mesh.tp_group) / vocab
+
+
+def softmax_log_sum(total: Tensor, maximum: Tensor, mesh: Mesh) -> Tensor:
+    """Logarithm of the softmax's sum over all shards, from the sum of the shifted exponentials; all [n]."""
+    return total.log() + maximum
+
+
 class VocabParallelLoss:
     """Takes the place of `suites.model.causal_loss` where logits stay sharded."""
 
-    def __init__(self, mesh: Mesh, vocab: int):
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, vocab: int, kind: str = "mean"):
+        self.mesh, self.vocab, self.kind = mesh, vocab, kind
         self.start = sum(shard_sizes(vocab, mesh.tp)[: mesh.tp_rank])
 
     def __call__(self, logits: Tensor, labels: Tensor, **_: object) -> Tensor:
-        """Logits [b, s, v/tp] and labels [b, s] to the mean over labels that count."""
-        losses = VocabParallelCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), self.start, self.mesh)
-        return losses.sum() / (labels != IGNORED).sum()
+        """Logits [b, s, v/tp] and labels [b, s] to the mean over labels that count, or their weighted mean."""
+        losses = self.token_losses(logits, labels)
+        counted = labels.flatten() != IGNORED
+        if self.kind == "weighted":
+            weights = token_weights(labels) * counted
+            return (losses * weights).sum() / weights.sum()
+        return losses.sum() / counted.sum()
+
+    def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Loss of each token, flattened; zero where the label is ignored."""
+        smoothing = SMOOTHING if self.kind == "smoothed" else 0.0
+        z_loss = Z_LOSS if self.kind == "z_loss" else 0.0
+        flat = logits.flatten(0, 1), labels.flatten()
+        return VocabParallelCrossEntropy.apply(*flat, self.start, self.mesh, self.vocab, smoothing, z_loss)
 
 
 # --- sharding the model --------------------------------------------------------------------------------------------
@@ -338,7 +388,7 @@ def shard_model(model: Decoder, case: Case, mesh: Mesh) -> None:
             "lm_head": VocabParallelHead(cut(head.weight, 0), bias, mesh, case.vocab, gather),
         }
         if not gather:
-            model.loss_function = VocabParallelLoss(mesh, case.vocab)
+            model.loss_function = VocabParallelLoss(mesh, case.vocab, case.loss)
     for name, module in replaced.items():
         setattr(model, name, module)
     if case.tied and case.tie_when == "after_shard":
@@ -359,8 +409,8 @@ def squared_norm(parameter: Tensor, gradient: Tensor, mesh: Mesh) -> Tensor:
 class DataParallel:
     """What the ZeRO stages share: gradients of a step, summed over its micro-batches.
 
-    Under a low precision they are summed in fp32, without the loss scale, and the optimizer works on fp32 master weights
-    (Micikevicius et al., arXiv 1710.03740); else in the parameters' own ``grad``.
+    Under a low precision they are summed in fp32, without the loss scale, and the optimizer works on fp32 master
+    weights (Micikevicius et al., arXiv 1710.03740); else in the parameters' own ``grad``.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], case: Case, mesh: Mesh):
@@ -409,12 +459,12 @@ class ZeroStage0(DataParallel):
 
     def step(self) -> float:
         """Clip by the global norm, update, clear."""
-        graded = {name: own for name, own in self.own.items() if own.grad is not None}
-        shares = sum(squared_norm(self.parameters[name], own.grad, self.mesh) for name, own in graded.items())
+        graded = {name: own.grad for name, own in self.own.items() if own.grad is not None}
+        shares = sum(squared_norm(self.parameters[name], gradient, self.mesh) for name, gradient in graded.items())
         norm = all_reduce(torch.as_tensor(shares), self.mesh.tp_group).sqrt().item()
         coefficient = optimizers.clip_coefficient(norm, self.case.clip)
-        for own in graded.values():
-            own.grad *= coefficient
+        for gradient in graded.values():
+            gradient *= coefficient  # noqa: PLW2901 - in place
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.publish()
@@ -425,6 +475,24 @@ class ZeroStage0(DataParallel):
         """Round the master weights into the model's parameters."""
         for name, own in self.own.items() if self.low else ():
             self.parameters[name].copy_(own)
+
+    def saved(self) -> checkpoints.Section:
+        """What a checkpoint holds of each weight that the optimizer updates: the weight and its moments."""
+        found = {}
+        for name, own in self.own.items():
+            slots, counts = checkpoints.moments(self.optimizer.state[own])
+            found[name] = checkpoints.entry(self.parameters[name], {checkpoints.WEIGHT: own, **slots}, counts)
+        return found
+
+    @torch.no_grad()
+    def load(self, wholes: Mapping[str, checkpoints.Whole]) -> None:
+        """Take weights and moments from a checkpoint's full tensors."""
+        for name, own in self.own.items():
+            slots = own_slots(wholes[name], self.mesh, own.device)
+            own.copy_(slots.pop(checkpoints.WEIGHT))
+            counts = {key: torch.tensor(count) for key, count in wholes[name].counts.items()}
+            if slots or counts:
+                self.optimizer.state[own] = slots | counts
 
     def optimized(self) -> list[Tensor]:
         """The model's parameter behind each weight that the optimizer holds."""
@@ -536,6 +604,27 @@ class ZeroPartitioned(DataParallel):
             parameter.copy_(flat[at : at + parameter.numel()].view_as(parameter))
 
 
+    def saved(self) -> checkpoints.Section:
+        """What a checkpoint holds of this rank's part of each weight and of its moments."""
+        slots, counts = checkpoints.moments(self.optimizer.state[self.own])
+        slots = {checkpoints.WEIGHT: self.own, **slots}
+        found = {}
+        for name, (begin, end, at) in self._overlaps().items():
+            parts = {k: slot[at : at + end - begin] if end > begin else slot[:0] for k, slot in slots.items()}
+            found[name] = checkpoints.entry(self.parameters[name], parts, counts, begin)
+        return found
+
+    @torch.no_grad()
+    def load(self, wholes: Mapping[str, checkpoints.Whole]) -> None:
+        """Take the own part of weights and moments from a checkpoint's full tensors."""
+        mine = [own_slots(wholes[name], self.mesh, self.own.device) for name in self.parameters]
+        end = self.start + self.part
+        slots = {key: self._flatten([slots[key] for slots in mine])[self.start : end].clone() for key in mine[0]}
+        self.own.copy_(slots.pop(checkpoints.WEIGHT))
+        counts = next(iter(wholes.values())).counts
+        if slots or counts:
+            self.optimizer.state[self.own] = slots | {key: torch.tensor(count) for key, count in counts.items()}
+
     def optimized(self) -> list[Tensor]:
         """The parameters that the flat vector was made of."""
         return list(self.parameters.values())
@@ -546,6 +635,12 @@ def zeros_for_none(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if gradient is None else gradient
 
 
+def own_slots(whole: checkpoints.Whole, mesh: Mesh, device: torch.device) -> dict[str, Tensor]:
+    """This rank's shard of a weight and its moments."""
+    cut = lambda slot: checkpoints.own_shard(slot, whole.tp_dim, mesh.tp, mesh.tp_rank)  # noqa: E731
+    return {name: cut(slot).to(device, copy=True).contiguous() for name, slot in whole.slots.items()}
+
+
 # --- the trainer ---------------------------------------------------------------------------------------------------
 
 
@@ -553,18 +648,24 @@ class HandwrittenTrainer:
     """One rank of the hand-written path."""
 
     def __init__(self, case: Case, device: torch.device, notice: Notice):
-        self.case = case
+        self.case, self.device, self.notice = case, device, notice
         self.mesh = Mesh.create(case.tp, case.dp)
         self.tp_rank, self.dp_rank = self.mesh.tp_rank, self.mesh.dp_rank
-        dtype = getattr(torch, case.dtype)
-        tell = lambda event, model: notice(event, model.embed_tokens.weight, model.lm_head.weight)  # noqa: E731
-        self.model = models.build_model(case, device, dtype, tell)
+        self.steps = 0
+        self.build(case)
+
+    def build(self, case: Case) -> None:
+        """Model, sharded, and optimizer."""
+        self.model = models.build_model(case, self.device, getattr(torch, case.dtype), self._tell)
         shard_model(self.model, case, self.mesh)
         if case.tied and case.tie_when == "after_shard":
-            tell("tied", self.model)
-        tell("sharded", self.model)
+            self._tell("tied", self.model)
+        self._tell("sharded", self.model)
         zero = ZeroStage0 if case.zero == 0 else ZeroPartitioned
         self.data_parallel = zero(trained_once(self.model), case, self.mesh)
+
+    def _tell(self, event: str, model: Decoder) -> None:
+        self.notice(event, model.embed_tokens.weight, model.lm_head.weight)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Live parameters by canonical name, both names of a tie."""
@@ -589,8 +690,40 @@ class HandwrittenTrainer:
         return both_names(self.data_parallel.gradients(), self.parameters())
 
     def step(self) -> float:
-        """Clip, update, clear; returns the global gradient norm."""
-        return self.data_parallel.step()
+        """Clip, update, clear; returns the global gradient norm. After the first step, resume if the case says so."""
+        norm = self.data_parallel.step()
+        self.steps += 1
+        if self.case.resume == "reload" and self.steps == 1:
+            self.resume()
+        return norm
+
+    def resume(self) -> None:
+        """Save, tear down, build anew with other weights, load: as a run does that was stopped and is resumed."""
+        with contextlib.ExitStack() as stack:
+            made = tempfile.TemporaryDirectory(prefix="tiebench-") if dist.get_rank() == 0 else None
+            path = stack.enter_context(made) if made else ""
+            directory = Path(checkpoints.shared_directory(path, self.device))
+            self.save(directory)
+            del self.model, self.data_parallel
+            self.build(self.case.but(seed=self.case.seed + 1))
+            dist.barrier()  # every file is written
+            self.load(directory)
+            dist.barrier()  # every file was read
+        self._tell("resumed", self.model)
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's file of a checkpoint."""
+        model = {n: checkpoints.entry(p, {checkpoints.WEIGHT: p}) for n, p in self.model.named_parameters()}
+        checkpoints.save(directory, (self.tp_rank, self.dp_rank), model, self.data_parallel.saved())
+
+    @torch.no_grad()
+    def load(self, directory: Path) -> None:
+        """Take weights and optimizer state from a checkpoint of as many ranks."""
+        files = checkpoints.read(directory, self.case.world_size)
+        wholes = checkpoints.consolidate(files, "model")
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(own_slots(wholes[name], self.mesh, self.device)[checkpoints.WEIGHT])
+        self.data_parallel.load(checkpoints.consolidate(files, "optimizer"))
 
     def weights(self) -> dict[str, Piece]:
         """Whole local shard of every parameter."""

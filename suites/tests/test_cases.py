@@ -19,6 +19,9 @@ STABLE = {
     "handwritten:tie=tied,head=vocab,zero=0,dtype=float64,tie_when=meta,embedding_scale=5.656854249492381": Case(
         "handwritten", dtype="float64", tie_when="meta", embedding_scale=32**0.5
     ),
+    "handwritten:tie=tied,head=vocab,zero=0,loss=z_loss,logit_scale=20,recompute=head,resume=reload": Case(
+        "handwritten", loss="z_loss", logit_scale=20.0, recompute="head", resume="reload"
+    ),
 }
 
 
@@ -45,7 +48,7 @@ def test_defaults_are_frozen():
         "sequence": "8", "batch": "4", "dtype": "float32", "optimizer": "sgd", "clip": "0", "accumulate": "1",
         "register": "embedding_first", "tie_when": "construction", "embedding_spec": "none", "padding_idx": "none",
         "embedding_scale": "1", "head_bias": "no", "activation": "contiguous", "frozen": "none", "seed": "0",
-        "steps": "3",
+        "steps": "3", "matmul": "ieee", "loss": "mean", "logit_scale": "1", "recompute": "none", "resume": "none",
     }  # fmt: skip
 
 
@@ -71,6 +74,9 @@ def test_defaults_are_frozen():
         ("handwritten:tie=untied,tie_when=meta", "never makes a tie"),
         ("handwritten:steps=2", "out of range"),
         ("handwritten:batch=1,sequence=4", "too few tokens"),
+        ("handwritten:logit_scale=0", "nothing of the softmax"),
+        ("deepspeed:loss=smoothed", "the mean cross-entropy and nothing else"),
+        ("deepspeed:resume=reload", "not built yet"),
     ],
 )
 def test_refused_with_the_reason(text, reason):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from suites.cases import Case, product
-from suites.data import IGNORED, micro_batch
+from suites.data import IGNORED, micro_batch, token_weights
 
 CASES = [
     *product("handwritten", vocab=[64, 67], tp=[1, 2, 4], dp=[1, 2], accumulate=[1, 2], padding_idx=[None, 5]),
@@ -48,3 +48,11 @@ def test_the_same_every_time_and_by_seed():
     case = Case("handwritten")
     assert torch.equal(micro_batch(case, 1, 0, 0).tokens, micro_batch(case, 1, 0, 0).tokens)
     assert not torch.equal(micro_batch(case, 1, 0, 0).tokens, micro_batch(case.but(seed=1), 1, 0, 0).tokens)
+
+
+def test_token_weights_differ_and_are_exact_in_every_precision():
+    labels = micro_batch(Case("handwritten"), 0, 0, 0).labels
+    weights = token_weights(labels)
+    assert weights.shape == (labels.numel(),)
+    assert (weights.min() > 0, len(weights.unique()) > 4) == (True, True)
+    assert torch.equal(weights.bfloat16().float(), weights)

@@ -7,8 +7,19 @@ import torch
 
 from suites import optimizers
 from suites.cases import Case, product
-from suites.data import micro_batch
-from suites.model import EMBEDDING, HEAD, build_model, initial_weights, parameter_shapes, trainable
+from suites.data import IGNORED, micro_batch, token_weights
+from suites.model import (
+    EMBEDDING,
+    HEAD,
+    SMOOTHING,
+    Z_LOSS,
+    build_model,
+    causal_loss,
+    initial_weights,
+    parameter_shapes,
+    trainable,
+)
+from suites.paths import handwritten_checkpoint as checkpoints
 from suites.reference import ReferenceCache, evaluate
 
 CPU = torch.device("cpu")
@@ -105,3 +116,76 @@ def test_reference_is_shared_by_all_that_determines_it():
     for other in others:
         assert cache.evaluate(*other) is not first
     assert (cache.hits, cache.misses) == (3, 7)
+
+
+@pytest.mark.parametrize("kind", ["mean", "smoothed", "z_loss", "weighted"])
+def test_each_loss_is_its_formula(kind):
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(2, 5, 11, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 11, (2, 5), generator=generator)
+    labels[0, 1] = labels[1, 4] = IGNORED
+    total, weight = 0.0, 0.0
+    for place, (row, label) in enumerate(zip(logits.flatten(0, 1), labels.flatten().tolist(), strict=True)):
+        if label == IGNORED:
+            continue
+        log_sum = row.exp().sum().log()
+        loss = log_sum - row[label]
+        if kind == "smoothed":
+            loss = (1 - SMOOTHING) * loss + SMOOTHING * (log_sum - row.mean())
+        if kind == "z_loss":
+            loss = loss + Z_LOSS * log_sum**2
+        share = token_weights(labels)[place].item() if kind == "weighted" else 1.0
+        total, weight = total + share * loss, weight + share
+    found = causal_loss(logits, labels, 11, kind=kind)
+    assert found.item() == pytest.approx((total / weight).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("recompute", ["blocks", "head"])
+def test_recomputation_changes_nothing(recompute):
+    gradients = []
+    for case in (Case("handwritten", loss="z_loss"), Case("handwritten", loss="z_loss", recompute=recompute)):
+        model = build_model(case, CPU, torch.float32, lambda e, m: None)
+        batch = micro_batch(case, 0, 0, 0)
+        calls = []
+        module = model.layers[0] if recompute == "blocks" else model.lm_head
+        module.register_forward_hook(lambda *_: calls.append(1))  # noqa: B023 - used within this turn
+        model(batch.tokens, batch.labels)[0].backward()
+        assert len(calls) == (1 if case.recompute == "none" else 2)
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+def test_logit_scale_multiplies_the_logits():
+    batch = micro_batch(Case("handwritten"), 0, 0, 0)
+    one, twenty = (
+        build_model(Case("handwritten", logit_scale=scale), CPU, torch.float32, lambda e, m: None)(
+            batch.tokens, batch.labels
+        )
+        for scale in (1.0, 20.0)
+    )
+    assert torch.equal(one[1] * 20.0, twenty[1])
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (3, 1), (2, 2), (4, 3)])
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_a_checkpoint_gives_back_the_whole_and_every_shard(tmp_path, tp, dp, dim):
+    whole = {"weight": torch.randn(7, 5), "exp_avg": torch.randn(7, 5)}
+    for tp_rank in range(tp):
+        shards = {k: checkpoints.own_shard(v, dim, tp, tp_rank).contiguous() for k, v in whole.items()}
+        parameter = torch.nn.Parameter(shards["weight"])
+        if dim is not None:
+            parameter.tp_dim = dim
+        part = -(-parameter.numel() // dp)  # as ZeRO cuts
+        for dp_rank in range(dp):
+            slots = {k: v.flatten()[part * dp_rank : part * (dp_rank + 1)] for k, v in shards.items()}
+            entry = checkpoints.entry(parameter, slots, {"step": 3.0}, part * dp_rank)
+            checkpoints.save(tmp_path, (tp_rank, dp_rank), {"w": entry}, {})
+    found = checkpoints.consolidate(checkpoints.read(tmp_path, tp * dp), "model")["w"]
+    assert all(torch.equal(found.slots[k], whole[k]) for k in whole)
+    assert (found.counts, found.tp_dim) == ({"step": 3.0}, dim)
+
+
+def test_a_checkpoint_with_a_file_too_few_is_refused(tmp_path):
+    checkpoints.save(tmp_path, (0, 0), {}, {})
+    with pytest.raises(FileNotFoundError, match="holds the files of 1 of 2 ranks: set TMPDIR"):
+        checkpoints.read(tmp_path, 2)

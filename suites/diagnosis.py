@@ -1,0 +1,1173 @@
+"""Diagnosis: where a deviation comes from, and which class of bug it looks like.
+
+Symptoms are measured first (`symptoms`): what broke exactly, what is wrong with logits, loss, gradients, norm and
+update in the first step that shows anything. Then the rules of one table (`RULES`) vote for classes of suites/README.md.
+A symptom of later steps follows from the first and is not looked at. Nothing here raises: what cannot be said is said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from suites import optimizers
+from suites.cases import FACTORS, Case, CaseError
+from suites.contributions import LOOKUP, PROJECTION, Fit, Places, Portrait, Slice, alike, places, portraits, touched
+from suites.data import IGNORED, micro_batch, token_weights
+from suites.evidence import Comparison, Evidence
+from suites.model import COLUMN, EMBEDDING, HEAD, HEAD_BIAS, ROW, SMOOTHING, Z_LOSS, initial_weights, parameter_shapes
+from suites.observe import bitwise_equal
+from suites.oracles import Finding
+from suites.precision import UNIT_ROUNDOFF
+from suites.reference import DETERMINED_BY
+from suites.trace import Boundary
+
+NAMES: Mapping[int, str] = {
+    1: "alias lost when materialised, wrapped or loaded",
+    2: "alias lost by replacement order",
+    3: "tie detector blind, or sees ties that are none",
+    4: "one contribution missing from the tied gradient",
+    5: "one contribution scaled",
+    6: "input gradient below the head not reduced",
+    7: "reduced twice",
+    8: "reduction outside autograd or on a dropped copy",
+    9: "data-parallel reduce missing, wrong group or divisor",
+    10: "reductions in the wrong order",
+    11: "uneven rows mixed, frozen or stale",
+    12: "padding_idx mapped wrongly on a shard",
+    13: "rows that must not count do count",
+    14: "local statistics in the loss",
+    15: "gathered logits taken for sharded ones, or the reverse",
+    16: "softmax maximum of one shard only",
+    17: "backward assumes a uniform upstream gradient",
+    18: "gradient norm counts a weight twice or misses a shard",
+    19: "norm local to a rank",
+    20: "optimizer holds the tied weight twice, or decays it wrongly",
+    21: "accumulation overwrites or counts twice",
+    22: "replicas drift",
+    23: "races, stale memory",
+    24: "sharded initialisation wrong",
+    25: "state lost over a checkpoint or a step",
+    26: "resize or cast breaks the tie",
+    27: "ranks issue different collectives",
+    28: "precision lost",
+    29: "recompute reduces twice",
+    30: "another program ran, or a result went missing",
+    31: "bias added on every rank",
+}
+
+
+@dataclass(frozen=True)
+class Guess:
+    """One class of bug that the symptoms look like.
+
+    Args:
+        bug_class: its number in suites/README.md; name: short.
+        weight: of the rules that say so, together.
+        why: what speaks for it, one sentence.
+    """
+
+    bug_class: int
+    name: str
+    weight: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Where a deviation comes from, and what it looks like.
+
+    Args:
+        sentence: for people.
+        guesses: ranked; empty where nothing was flagged or nothing can be said.
+        boundary: first module that leaves the noise, where a trace was made.
+        tensor: the tensor that the numbers below are of; empty without one.
+        worst_rows, worst_columns: up to ten of those that carry the error, the worst first.
+        share_of_rows: how many rows of the tensor carry it.
+        lie: what these rows have in common, for people.
+    """
+
+    sentence: str
+    guesses: tuple[Guess, ...] = ()
+    boundary: Boundary | None = None
+    tensor: str = ""
+    worst_rows: tuple[int, ...] = ()
+    worst_columns: tuple[int, ...] = ()
+    share_of_rows: float = 0.0
+    lie: str = ""
+
+
+# --- symptoms ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What is wrong with the logits of the first wrong step.
+
+    Args:
+        factor: the logits are this multiple of what they should be; None if no multiple.
+        constant: the error is the same for every token (a bias).
+        columns: the wrong columns of the vocabulary; moved: most of them hold what belongs into other columns.
+        first_tokens: token ids at which the error begins, in every sequence; everywhere: it begins with every token.
+        whose: data that these logits are of, where it is other data than asked for.
+    """
+
+    factor: float | None
+    constant: bool
+    columns: Places
+    moved: bool
+    first_tokens: frozenset[int]
+    everywhere: bool
+    whose: str
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What is wrong with the update of one weight.
+
+    Args:
+        ratio: movement over what the replay asks for, by slice.
+        still: tensor-parallel slices that did not move at all.
+        cause: name of the hypothesis that explains it (`UPDATES`), empty if none does.
+    """
+
+    name: str
+    ratio: tuple[float, ...]
+    still: tuple[int, ...]
+    cause: str
+    relative: float
+    rows: Places
+
+
+@dataclass(frozen=True)
+class Symptoms:
+    """All that the rules look at. `step` is the first that shows something, from 0."""
+
+    case: Case
+    step: int
+    flagged: frozenset[str]  # by exact oracles: in any step; by numeric ones: in `step`
+    evidence: Mapping[str, str]  # oracle -> its line
+    tie_lost: str = ""  # event after which embedding and head are no longer one, on some rank
+    drift: str = ""  # first that differs between replicas: logits, gradients, weights, loss, norm
+    drift_of: tuple[str, ...] = ()  # tensors that differ there
+    forward: Forward | None = None
+    losses: tuple[str, ...] = ()  # laws that the wrong losses obey
+    gradients: tuple[Portrait, ...] = ()  # wrong ones, in the order in which backward makes them
+    right: frozenset[str] = frozenset()  # tensors whose gradients are right
+    norms: tuple[str, ...] = ()  # laws that the wrong norm obeys
+    updates: tuple[Moved, ...] = ()
+    another: str = ""  # the factor whose default ran in place of what was asked for
+    repeated: str = ""  # an observation that repeats an earlier one
+    rounding: str = ""  # the lower precision that all numeric deviations look like
+    start: str = ""
+
+    def says(self, *oracles: str) -> bool:
+        """One of these flags."""
+        return bool(self.flagged & set(oracles))
+
+    @property
+    def top(self) -> Portrait | None:
+        """The wrong gradient that backward makes first: the others follow from it, or from the same cause."""
+        return self.gradients[0] if self.gradients else None
+
+    @property
+    def fits(self) -> tuple[Fit, ...]:
+        """Of the wrong slices of `top`."""
+        return tuple(s.fit for s in self.top.wrong) if self.top else ()
+
+    def kind(self, portrait: Portrait) -> str:
+        """bias, head, embedding, tied, norm, column or row: what a tensor is."""
+        return kind_of(portrait.name, self.case)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Of all wrong gradients."""
+        return frozenset(self.kind(p) for p in self.gradients)
+
+    @cached_property
+    def clean_forward(self) -> bool:
+        """Logits and loss are right, something behind them is not."""
+        return bool(self.gradients) and not self.says("logits", "loss")
+
+    @cached_property
+    def everything(self) -> bool:
+        """Every gradient is wrong."""
+        return bool(self.gradients) and not self.right
+
+    @cached_property
+    def factor(self) -> float | None:
+        """All wrong slices of all wrong gradients are one multiple of what they should be: this one."""
+        values = [s.fit.factor for p in self.gradients for s in p.wrong]
+        known = [value for value in values if value is not None]
+        return known[0] if known and len(known) == len(values) and alike(known) else None
+
+    @cached_property
+    def top_factor(self) -> float | None:
+        """As `factor`, of `top` alone."""
+        values = [f.factor for f in self.fits]
+        known = [v for v in values if v is not None]
+        return known[0] if known and len(known) == len(values) and alike(known) else None
+
+    def family(self, name: str) -> tuple[Fit, ...]:
+        """Fits of a family that explains wrong slices of some gradient."""
+        return tuple(s.fit for p in self.gradients for s in p.wrong if s.fit.explained and s.fit.family == name)
+
+    @cached_property
+    def varies(self) -> frozenset[str]:
+        """Axes along which the coefficients of explained slices differ, over all wrong gradients."""
+        return frozenset(axis for fit in self.family("terms") for axis in fit.varies)
+
+    def coefficients(self, part: str) -> list[float]:
+        """Of one contribution in the explained slices of the tied weight, right slices too."""
+        ends = [p for p in self.gradients if p.name in (EMBEDDING, HEAD)]
+        fits = [s.fit for p in ends[:1] for s in p.slices if s.fit.explained and s.fit.family == "terms"]
+        return [value for f in fits for t, value in f.coefficients.items() if t.part == part]
+
+    @property
+    def dead(self) -> tuple[tuple[str, Slice], ...]:
+        """Slices of gradients that are zero and should not be."""
+        return tuple((p.name, s) for p in self.gradients for s in p.wrong if s.zero)
+
+    @property
+    def rows(self) -> Places | None:
+        """Of the first wrong gradient."""
+        return self.top.rows if self.top else None
+
+    def lie(self, text: str) -> bool:
+        """The wrong rows of every wrong gradient lie as `text` says."""
+        return bool(self.gradients) and all(any(text in known for known in p.rows.lie) for p in self.gradients)
+
+
+def kind_of(name: str, case: Case) -> str:
+    """bias, head, embedding, tied, norm, column or row."""
+    if name in (EMBEDDING, HEAD):
+        return "tied" if case.tied else ("head" if name == HEAD else "embedding")
+    module = name.split(".")[-2]
+    return "bias" if name == HEAD_BIAS else "column" if module in COLUMN else "row" if module in ROW else "norm"
+
+
+def symptoms(e: Evidence, findings: Sequence[Finding]) -> Symptoms:
+    """Measure everything that the rules look at."""
+    flagged = [f for f in findings if f.flagged]
+    numeric = {f.oracle: f.step for f in flagged if f.error is not None}
+    steps = [f.step for f in flagged if f.step]
+    first = min(steps, default=1) - 1
+    now = frozenset(f.oracle for f in flagged if f.oracle not in numeric or numeric[f.oracle] == first + 1)
+    told = {f.oracle: f.evidence for f in flagged}
+    found = Symptoms(case=e.case, step=first, flagged=now, evidence=told)
+    measures: Mapping[str, Callable[[], object]] = {
+        "tie_lost": lambda: _tie_lost(e),
+        "drift": lambda: _drift(e, first)[0],
+        "drift_of": lambda: _drift(e, first)[1],
+        "forward": lambda: _forward(e, first) if "logits" in now else None,
+        "losses": lambda: _losses(e, first) if "loss" in now and "logits" not in now else (),
+        "gradients": lambda: _backward_order(portraits(e, first), e.case),
+        "right": lambda: _right(e, first),
+        "norms": lambda: _norms(e, first) if "gradient_norm" in now else (),
+        "updates": lambda: _updates(e, first) if "update" in now else (),
+        "another": lambda: _another(e, first) if now & {"logits", "loss", "gradient"} else "",
+        "repeated": lambda: _repeated(e),
+        "rounding": lambda: _rounding(e, first),
+        "start": lambda: _start(e) if "start" in now else "",
+    }
+    for name, measure in measures.items():
+        try:
+            found = dataclasses.replace(found, **{name: measure()})  # type: ignore[arg-type]
+        except Exception:  # noqa: BLE001 - odd observations: the other symptoms may still say enough
+            continue
+    return found
+
+
+def _right(e: Evidence, step: int) -> frozenset[str]:
+    known = [c for c in e.comparisons if c.oracle == "gradient" and c.step == step]
+    good = {c.deviation.name for c in known if c.deviation.score <= 1}
+    return frozenset(n for n in good if e.gradients[step][n].replicas_equal)
+
+
+def _backward_order(found: Sequence[Portrait], case: Case) -> tuple[Portrait, ...]:
+    """The tied weight stands where its wrong part is made: first if that is the projection, last if the lookup."""
+    order = {HEAD_BIAS: -2.0, HEAD: -1.0, "norm.weight": 0.0, EMBEDDING: math.inf}
+    inside = (*ROW[1:], "up_proj", "gate_proj", "mlp_norm", ROW[0], "v_proj", "k_proj", "q_proj", "attention_norm")
+
+    def place(portrait: Portrait) -> float:
+        if portrait.name in order:
+            return order[portrait.name]
+        _, layer, module, _ = portrait.name.split(".")
+        return (case.layers - int(layer)) * 100 + inside.index(module)
+
+    kept = []
+    for portrait in found:
+        tied = case.tied and portrait.name in (EMBEDDING, HEAD)
+        if not tied or (portrait.name == EMBEDDING) == _projection_is_right(portrait):
+            kept.append(portrait)
+    return tuple(sorted(kept, key=place))
+
+
+def _projection_is_right(portrait: Portrait) -> bool:
+    """Fitted so, or the error stands in rows that tokens look up alone, and not in all rows."""
+    known = [s.fit for s in portrait.slices if s.fit.explained and s.fit.family in ("terms", "projection")]
+    if len(known) == len(portrait.slices):
+        return all(alike([c for t, c in f.coefficients.items() if t.part == PROJECTION], 1.0) for f in known)
+    return portrait.rows.share < 1 and "rows that tokens look up" in portrait.rows.lie
+
+
+def _tie_lost(e: Evidence) -> str:
+    for _, rank in sorted(e.ranks.items()):
+        events = [event.event for event in rank.lifecycle]
+        if e.case.tied and "tied" in events:
+            for event in rank.lifecycle[events.index("tied") :]:
+                if not (event.same_object or event.same_storage):
+                    return event.event
+    return ""
+
+
+def _drift(e: Evidence, step: int) -> tuple[str, tuple[str, ...]]:
+    """In the order of cause."""
+    for kind, wholes in (("logits", e.logits), ("gradients", e.gradients), ("weights", e.weights)):
+        differ = [str(key) for key, whole in wholes[step].items() if not whole.replicas_equal]
+        if differ:
+            return kind, tuple(differ)
+    seen = [(place, found) for place, found in e.reported(step)]
+    for dp_rank in range(e.case.dp):
+        if len({found.loss for (_, dp), found in seen if dp == dp_rank}) > 1:
+            return "loss", ()
+    return ("norm", ()) if len({str(found.gradient_norm) for _, found in seen}) > 1 else ("", ())
+
+
+def _repeated(e: Evidence) -> str:
+    """A rank whose step shows what an earlier one did, bit for bit (data and weights change from step to step)."""
+    for place, rank in sorted(e.ranks.items()):
+        for later in range(1, len(rank.steps)):
+            for earlier in range(later):
+                a, b = rank.steps[later], rank.steps[earlier]
+                same = a.loss == b.loss and len(a.logits) == len(b.logits)
+                if same and all(bitwise_equal(x.data, y.data) for x, y in zip(a.logits, b.logits, strict=True)):
+                    return f"step {later + 1} of rank {rank.rank} {place} repeats step {earlier + 1} bit for bit"
+    return ""
+
+
+def _another(e: Evidence, step: int) -> str:
+    """The factor without which logits and gradients are right: its default ran."""
+    weights = {name: whole.value for name, whole in e.before(step).items()}
+    for factor in FACTORS:
+        if factor.name not in DETERMINED_BY or getattr(e.case, factor.name) == factor.default:
+            continue
+        try:
+            other = e.case.but(**{factor.name: factor.default})
+        except CaseError:
+            continue
+        if parameter_shapes(other) != parameter_shapes(e.case) or other.dp != e.case.dp:
+            continue
+        there = e.cache.evaluate(other, weights, step)
+        pairs = [(whole.value, there.logits.get(key)) for key, whole in e.logits[step].items()]
+        pairs += [(whole.value, there.gradients.get(name)) for name, whole in e.gradients[step].items()]
+        if all(right is not None and _close(run, right) for run, right in pairs):
+            return f"{factor.name}={factor.spell(factor.default)}"
+    return ""
+
+
+def _close(run: Tensor, right: Tensor) -> bool:
+    return float((run.double() - right).norm()) <= 1e-3 * float(right.norm())
+
+
+def _start(e: Evidence) -> str:
+    """How the initial shards differ from the given ones."""
+    given = initial_weights(e.case)
+    for name, whole in e.initial.items():
+        if whole.dim is None or len(set(whole.sizes)) != 1 or bitwise_equal(whole.value.double(), given[name]):
+            continue
+        right = given[name].to(e.dtype).double().split(list(whole.sizes), whole.dim)
+        held = whole.value.double().split(list(whole.sizes), whole.dim)
+        places_of = [next((i for i, r in enumerate(right) if torch.equal(h, r)), None) for h in held]
+        if None not in places_of:
+            return f"the ranks hold shards {places_of} of {name} in place of {list(range(len(held)))}"
+    return ""
+
+
+def _rounding(e: Evidence, step: int) -> str:
+    """Lower precision of which every wrong number of the step could be the rounding: as large, everywhere, no factor."""
+    wrong = [c for c in e.comparisons if c.step == step and not c.deviation.score <= 1]
+    wide = [c.deviation for c in wrong if c.deviation.scope != "scalar"]
+    if not wrong or not all(math.isfinite(c.deviation.sigmas) for c in wrong):
+        return ""
+    if wide and (min(d.coherence for d in wide) > 0.5 or max(d.rows_wrong for d in wide) < 0.2):
+        return ""
+    for name in ("float32", "tf32", "tf32_truncated", "bfloat16"):
+        if UNIT_ROUNDOFF[name] <= e.u:
+            continue
+        as_if = {(c.oracle, c.deviation.name): c.deviation for c in e.compare(step, name)}
+        if all((key := (c.oracle, c.deviation.name)) in as_if and as_if[key].score <= 1 for c in wrong):
+            return name
+    return ""
+
+
+# --- forward and loss ----------------------------------------------------------------------------------------------
+
+
+def _forward(e: Evidence, step: int) -> Forward | None:
+    exact = e.exact[step]
+    wrong = [c for c in e.comparisons if c.step == step and c.oracle == "logits" and not c.deviation.score <= 1]
+    if exact is None or not wrong:
+        return None
+    labels = {c.deviation.name: c.deviation for c in wrong}
+    keys = [key for key in e.logits[step] if any(_names(key, name, e.case) for name in labels)]
+    predicted = max(d.predicted for d in labels.values())
+    tokens: set[int] = set()
+    everywhere, constant, factors, columns = True, True, [], torch.zeros(e.case.vocab)
+    for key in keys:
+        run, right = e.logits[step][key].value.double(), exact.logits[key].double()
+        error = (run - right).nan_to_num(math.inf)
+        scale = float(right.square().mean().sqrt())
+        limit = 12 * max(predicted, torch.finfo(torch.float64).eps) * scale
+        bad = error.abs().amax(-1) > 4 * limit
+        for row, ids in enumerate(micro_batch(e.case, step, key[1], key[0]).tokens):
+            if bool(bad[row].any()):
+                tokens.add(int(ids[int(bad[row].nonzero()[0])]))
+        everywhere &= bool(bad.all())
+        spread = (error - error.mean((0, 1))).square().mean().sqrt()
+        constant &= bool(spread < 0.05 * error.square().mean().sqrt())
+        ratio = float((run * right).sum() / right.square().sum())
+        factors.append(ratio if float((run - ratio * right).norm()) <= 1e-3 * float(run.norm()) else math.nan)
+        columns = torch.maximum(columns, error.square().mean((0, 1)).sqrt() / max(limit, 1e-300))
+    hit = tuple((columns > 1).nonzero().flatten().tolist())
+    return Forward(
+        factor=factors[0] if all(math.isfinite(f) for f in factors) and alike(factors) else None,
+        constant=constant,
+        columns=Places(hit, int(columns.argmax()), e.case.vocab),
+        moved=_columns_moved(e, step, keys[0], hit),
+        first_tokens=frozenset(tokens),
+        everywhere=everywhere,
+        whose=_whose(e, step, keys),
+    )
+
+
+def _names(key: tuple[int, int], name: str, case: Case) -> bool:
+    dp_rank, micro = key
+    return name == f"logits of micro-batch {micro}" + (f" of data-parallel rank {dp_rank}" if case.dp > 1 else "")
+
+
+def _columns_moved(e: Evidence, step: int, key: tuple[int, int], wrong: Sequence[int]) -> bool:
+    """Most wrong columns hold (nearly) what belongs into another column, or nothing."""
+    exact = e.exact[step]
+    if exact is None or not wrong:
+        return False
+    run = e.logits[step][key].value.double().flatten(0, 1)[:, list(wrong)]
+    right = exact.logits[key].double().flatten(0, 1)
+    gaps = torch.cdist(run.T, right.T).amin(1)
+    found = (gaps < 1e-2 * right.norm(dim=0).mean()) | (run.abs().amax(0) == 0)
+    return bool(found.double().mean() > 0.8)
+
+
+def _whose(e: Evidence, step: int, keys: Sequence[tuple[int, int]]) -> str:
+    exact = e.exact[step]
+    assert exact is not None
+    for key in keys:
+        run = e.logits[step][key].value.double()
+        for other, right in exact.logits.items():
+            if other != key and float((run - right).norm()) < 1e-2 * float(right.norm()):
+                return f"data-parallel rank {key[0]}, micro-batch {key[1]} ran on the data of {other[0]}, {other[1]}"
+    return ""
+
+
+@dataclass(frozen=True)
+class Law:
+    """A wrong way to make a loss from right logits: class, meaning, and the loss on one tensor-parallel rank."""
+
+    bug_class: int
+    meaning: str
+    loss: Callable[[Case, Tensor, Tensor, int], Tensor]
+
+
+def _sizes(case: Case) -> list[int]:
+    return [len(part) for part in torch.arange(case.vocab).tensor_split(case.tp)]
+
+
+def _kept(case: Case, labels: Tensor) -> Tensor:
+    counted = (labels != IGNORED).double()
+    return counted * token_weights(labels).double() if case.loss == "weighted" else counted
+
+
+def _mean(case: Case, losses: Tensor, labels: Tensor) -> Tensor:
+    """Mean as the case asks for it."""
+    kept = _kept(case, labels)
+    return (losses * kept).sum() / kept.sum()
+
+
+def _plain(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+
+
+def _token_losses(case: Case, logits: Tensor, labels: Tensor) -> Tensor:
+    """Right loss of each token, as the case asks for it."""
+    smoothing = SMOOTHING if case.loss == "smoothed" else 0.0
+    losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
+    return losses + Z_LOSS * logits.logsumexp(-1).square() if case.loss == "z_loss" else losses
+
+
+def _ignored_count(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    return (_token_losses(case, logits, labels) * (labels != IGNORED)).mean()
+
+
+def _padded(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    sizes = _sizes(case)
+    extra = sum(max(sizes) - size for size in sizes)
+    return _mean(case, _plain(F.pad(logits, (0, extra)), labels), labels)
+
+
+def _local_maximum(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    shards = [part - part.amax(-1, keepdim=True) for part in logits.split(_sizes(case), -1)]
+    return _mean(case, _plain(torch.cat(shards, -1), labels), labels)
+
+
+def _counted_by_every_rank(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    return _mean(case, _token_losses(case, logits, labels) + math.log(case.tp), labels)
+
+
+def _labels_from_each_start(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    found, start = torch.zeros(len(labels), dtype=logits.dtype), 0
+    for size in _sizes(case):
+        there = (labels >= start) & (labels < start + logits.shape[-1])
+        place = torch.where(there, labels - start, 0).unsqueeze(-1)
+        found += torch.where(there, logits.gather(-1, place).squeeze(-1), 0)
+        start += size
+    return _mean(case, logits.logsumexp(-1) + math.log(case.tp) - found, labels)
+
+
+def _own_shard_only(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    sizes = _sizes(case)
+    start = sum(sizes[:rank])
+    own = torch.where((labels >= start) & (labels < start + sizes[rank]), labels - start, IGNORED)
+    return F.cross_entropy(logits[:, start : start + sizes[rank]], own, ignore_index=IGNORED)
+
+
+def _local_softmax(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    sizes = _sizes(case)
+    start = sum(sizes[:rank])
+    target = logits.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return _mean(case, logits[:, start : start + sizes[rank]].logsumexp(-1) - target, labels)
+
+
+def _smoothed(case: Case, logits: Tensor, labels: Tensor, mean: Tensor) -> Tensor:
+    target = logits.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return _mean(case, logits.logsumexp(-1) - (1 - SMOOTHING) * target - SMOOTHING * mean, labels)
+
+
+def _local_mean_logit(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    own = logits.split(_sizes(case), -1)[rank]
+    return _smoothed(case, logits, labels, own.mean(-1))
+
+
+def _local_vocabulary(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    # shifted by the global maximum, as the sharded loss does: the sum over the vocabulary is not free of the shift
+    top = logits.amax(-1)
+    total = (logits - top.unsqueeze(-1)).sum(-1)
+    return _smoothed(case, logits, labels, total / _sizes(case)[rank] + top)
+
+
+def _z_of(case: Case, logits: Tensor, labels: Tensor, log_sum: Tensor) -> Tensor:
+    return _mean(case, _plain(logits, labels) + Z_LOSS * log_sum.square(), labels)
+
+
+def _local_z(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    return _z_of(case, logits, labels, logits.split(_sizes(case), -1)[rank].logsumexp(-1))
+
+
+def _unweighted(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED)
+
+
+def _weighted_over_count(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    return (_plain(logits, labels) * _kept(case, labels)).sum() / (labels != IGNORED).sum()
+
+
+LAWS: tuple[Law, ...] = (
+    Law(13, "ignored labels count in the mean", _ignored_count),
+    Law(13, "the softmax counts padding of the vocabulary as logits of zero", _padded),
+    Law(14, "each rank smooths with the mean logit of its own shard", _local_mean_logit),
+    Law(14, "labels are smoothed over a shard's vocabulary", _local_vocabulary),
+    Law(14, "each rank's z-loss sees its own shard's softmax sum", _local_z),
+    Law(14, "each rank's softmax sums its own shard", _local_softmax),
+    Law(15, "every rank counts all logits: the loss is higher by log(tp)", _counted_by_every_rank),
+    Law(15, "whole logits are taken for shards: labels are looked up from each shard's start", _labels_from_each_start),
+    Law(15, "each rank takes its shard of the logits for all of them", _own_shard_only),
+    Law(16, "each shard is shifted by its own maximum", _local_maximum),
+    Law(17, "all tokens weigh the same", _unweighted),
+    Law(17, "the weighted sum is divided by the number of tokens", _weighted_over_count),
+)
+
+
+def _losses(e: Evidence, step: int) -> tuple[str, ...]:
+    """Meaning of each law that gives the run's wrong losses from the reference's logits."""
+    exact = e.exact[step]
+    if exact is None:
+        return ()
+    wrong = []
+    for (tp_rank, dp_rank), seen in e.reported(step):
+        for micro, value in enumerate(seen.loss):
+            wrong.append((tp_rank, (dp_rank, micro), value))
+    return tuple(law.meaning for law in LAWS if _obeyed(e.case, step, law, exact.logits, exact.loss, wrong))
+
+
+def _obeyed(  # noqa: PLR0917
+    case: Case,
+    step: int,
+    law: Law,
+    logits: Mapping[tuple[int, int], Tensor],
+    right: Mapping[tuple[int, int], float],
+    seen: Sequence[tuple[int, tuple[int, int], float]],
+) -> bool:
+    off = 0.0
+    for tp_rank, key, value in seen:
+        labels = micro_batch(case, step, key[1], key[0]).labels.flatten()
+        told = float(law.loss(case, logits[key].double().flatten(0, 1), labels, tp_rank))
+        off = max(off, abs(value - right[key]))
+        if not abs(value - told) <= max(0.03 * abs(value - right[key]), 1e-5 * abs(right[key])):
+            return False
+    return off > 1e-5 * max(abs(v) for v in right.values())
+
+
+# --- norm ----------------------------------------------------------------------------------------------------------
+
+
+NEAR = "is right to two digits"
+
+
+def _norms(e: Evidence, step: int) -> tuple[str, ...]:
+    """Laws of the reported norm, from squares of the run's own gradients."""
+    shards, replicated, tied = [0.0] * e.case.tp, 0.0, 0.0
+    for name, whole in e.gradients[step].items():
+        if e.case.tied and name == HEAD:
+            continue
+        square = float(whole.value.double().square().sum())
+        tied += square if e.case.tied and name == EMBEDDING else 0.0
+        if whole.dim is None:
+            replicated += square
+        else:
+            for rank, part in enumerate(whole.value.double().split(list(whole.sizes), whole.dim)):
+                shards[rank] += float(part.square().sum())
+    total = sum(shards) + replicated
+    laws = {
+        "counts replicated weights once a rank": sum(shards) + e.case.tp * replicated,
+        "counts the tied weight twice": total + tied,
+        "counts everything once a data-parallel rank": total * e.case.dp,
+        "counts nothing sharded": replicated,
+        "counts nothing replicated": sum(shards),
+        "leaves the tied weight out": total - tied,
+    }
+    if e.case.tp == 1:
+        laws.pop("counts replicated weights once a rank")
+    laws |= {f"counts the shards of tensor-parallel rank {r} only": s + replicated for r, s in enumerate(shards)}
+    reported = {place: seen.gradient_norm for place, seen in e.reported(step) if seen.gradient_norm is not None}
+    values = set(reported.values())
+    close = lambda norm, square: abs(norm - math.sqrt(max(square, 0.0))) <= 1e-3 * norm  # noqa: E731
+    own = [f"{law}" for law, square in laws.items() if square != total and all(close(v, square) for v in values)]
+    if len(values) > 1:
+        own.insert(0, "differs from rank to rank")
+        locals_ = [s + (replicated if r == 0 else 0.0) for r, s in enumerate(shards)]
+        if all(close(v, locals_[t]) or close(v, shards[t] + replicated) for (t, _), v in reported.items()):
+            own.insert(0, "is that of each rank's own shards")
+    if not own and all(abs(v - math.sqrt(total)) <= 2 * UNIT_ROUNDOFF["bfloat16"] * v for v in values):
+        own.append(NEAR)
+    return tuple(own)
+
+
+# --- updates -------------------------------------------------------------------------------------------------------
+
+STILL, LATE, FRESH, COUNT, DECAY, OTHER, RATE, LOW = (
+    "did not move",
+    "moved as the step before asked",
+    "moved as if its moments were new",
+    "moved as if this were its first step",
+    "moved as the replay asks, with another weight decay",
+    "moved as another optimizer would move it",
+    "moved in the right direction by another amount",
+    "moved as asked, rounded to a lower precision",
+)
+
+
+def _updates(e: Evidence, step: int) -> tuple[Moved, ...]:
+    """What is wrong with each weight that did not move as the replay of the optimizer says."""
+    found = []
+    for name in e.gradients[step]:
+        if e.case.tied and name == HEAD and EMBEDDING in e.gradients[step]:
+            continue
+        moved = _moved(e, step, name)
+        if moved:
+            found.append(moved)
+    return tuple(sorted(found, key=lambda moved: (not moved.cause, -moved.relative)))
+
+
+def _coefficient(e: Evidence, step: int) -> float:
+    own = e.gradients[step]
+    once = [n for n in own if not (e.case.tied and n == HEAD and EMBEDDING in own)]
+    norm = math.sqrt(sum(float(own[n].value.double().square().sum()) for n in once))
+    reported = (seen.gradient_norm for _, seen in e.reported(step))
+    return optimizers.clip_coefficient(min((n for n in reported if n is not None), default=norm), e.case.clip)
+
+
+def _held(e: Evidence, step: int, name: str) -> Tensor:
+    """What the optimizer worked on, before a step: the master weight where there is one."""
+    low = step > 0 and name in e.masters[step - 1]
+    return (e.masters[step - 1] if low else e.before(step))[name].value.double()
+
+
+def _moved(e: Evidence, step: int, name: str) -> Moved | None:
+    replay = optimizers.replay(e.case)
+    wanted, kept = torch.zeros(()), []
+    for past in range(step + 1):
+        gradient = e.gradients[past][name].value.double() * _coefficient(e, past)
+        before = _held(e, past, name)
+        wanted = replay.step(before, gradient) - before
+        kept.append(wanted)
+    whole = e.masters[step].get(name, e.weights[step][name])
+    moved = whole.value.double() - before
+    sigma = e.master_u * float(replay.roundings(before, before + wanted).square().mean().sqrt())
+    size = float(wanted.square().mean().sqrt())
+    error = moved - wanted
+    if float(error.abs().max()) <= 40 * e.master_u * float(replay.roundings(before, before + wanted).abs().max()):
+        return None
+    dim, sizes = (whole.dim, list(whole.sizes)) if whole.dim is not None else (0, [whole.value.shape[0]])
+    parts = list(zip(moved.split(sizes, dim), wanted.split(sizes, dim), strict=True))
+    ratios = tuple(float((m * w).sum() / w.square().sum().clamp_min(1e-300)) for m, w in parts)
+    rows, _ = places(e, step, name, error, wanted, sigma / size if size else 1.0)
+    bad = error.abs().reshape(len(error), -1).amax(1) > 40 * sigma
+    cause = _cause(e, step, name, parts, kept, before, dim)
+    still = tuple(i for i, (m, w) in enumerate(parts) if not bool(m.any()) and bool(w.any()))
+    if not cause and bool((moved[bad] == 0).all()):
+        cause = STILL
+    relative = float(error.square().mean().sqrt()) / size if size else math.inf
+    return Moved(name, ratios, still, cause, relative, rows)
+
+
+def _cause(  # noqa: PLR0917
+    e: Evidence,
+    step: int,
+    name: str,
+    parts: Sequence[tuple[Tensor, Tensor]],
+    kept: Sequence[Tensor],
+    before: Tensor,
+    dim: int,
+) -> str:
+    moved, wanted = (torch.cat([pair[i] for pair in parts], dim) for i in (0, 1))
+    near = lambda other, share=0.02: (  # noqa: E731
+        float((moved - other).norm()) <= share * float((moved - wanted).norm())
+    )
+    gradient = e.gradients[step][name].value.double() * _coefficient(e, step)
+    if not bool(moved.any()):
+        return STILL
+    fresh = optimizers.replay(e.case).step(before, gradient) - before
+    if step and near(fresh):
+        return FRESH
+    if step and near(kept[-2]):
+        return LATE
+    if step and e.case.optimizer.startswith("adam") and near(_replayed(e, step, name, e.case, counting=False)):
+        return COUNT
+    if any(near(other) for other in _other_optimizers(e, step, name)):
+        return OTHER
+    a = torch.stack([wanted.flatten(), before.flatten()], 1)
+    solved = torch.linalg.lstsq(a, moved.flatten().unsqueeze(1)).solution.flatten()
+    left = float((moved.flatten() - a @ solved).norm()) / max(float((moved - wanted).norm()), 1e-300)
+    if left < 0.02 and alike([float(solved[0])], 1.0):
+        return DECAY
+    error = float((moved - wanted).norm()) / max(float(wanted.norm()), 1e-300)
+    if all(_multiple(m, w) for m, w in parts):
+        return RATE
+    return LOW if error < 2 * UNIT_ROUNDOFF["bfloat16"] else ""
+
+
+def _multiple(moved: Tensor, wanted: Tensor) -> bool:
+    ratio = float((moved * wanted).sum() / wanted.square().sum().clamp_min(1e-300))
+    off = float((moved - wanted).norm())
+    return off <= 1e-5 * float(wanted.norm()) or float((moved - ratio * wanted).norm()) < 0.05 * off
+
+
+def _other_optimizers(e: Evidence, step: int, name: str) -> Iterator[Tensor]:
+    for other in optimizers.SETTINGS:
+        if other != e.case.optimizer:
+            yield _replayed(e, step, name, e.case.but(optimizer=other))
+
+
+def _replayed(e: Evidence, step: int, name: str, case: Case, *, counting: bool = True) -> Tensor:
+    """Movement that a case's optimizer asks for; not `counting`: it takes every step for its first."""
+    replay = optimizers.replay(case)
+    moved = torch.zeros(())
+    for past in range(step + 1):
+        replay.count = replay.count if counting else 0
+        weight = _held(e, past, name)
+        gradient = e.gradients[past][name].value.double() * _coefficient(e, past)
+        moved = replay.step(weight, gradient) - weight
+    return moved
+
+
+# --- rules ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the table: if `when` holds, `weight` speaks for `bug_class`, because of `why`."""
+
+    bug_class: int
+    weight: float
+    why: str
+    when: Callable[[Symptoms], object]
+
+
+def _is(value: float | None, other: float) -> bool:
+    return value is not None and alike([value], other)
+
+
+def _law(bug_class: int) -> Callable[[Symptoms], object]:
+    mine = {law.meaning for law in LAWS if law.bug_class == bug_class}
+    return lambda s: bool(mine & set(s.losses))
+
+
+def _zeros(s: Symptoms, part: str) -> str:
+    """Where a contribution is missing: on "all" slices, on "some", or "" on none."""
+    values = s.coefficients(part)
+    none = [_is(v, 0.0) for v in values]
+    others = s.coefficients(LOOKUP if part == PROJECTION else PROJECTION)
+    if s.varies != {"part"} or not any(none) or not all(_is(v, 1.0) or _is(v, 0.0) for v in [*values, *others]):
+        return ""
+    return "all" if all(none) else "some"
+
+
+def _by_dp(s: Symptoms) -> bool:
+    return "dp_rank" in s.varies and s.case.dp > 1
+
+
+def _own_data_only(s: Symptoms) -> bool:
+    """Somebody's copy holds one data-parallel rank's data and nothing of the others'."""
+    groups = [list(f.along("dp_rank").values()) for f in s.family("terms")]
+    return any(sum(all(not _is(v, 0.0) for v in g) for g in by_rank) == 1 for by_rank in groups if len(by_rank) > 1)
+
+
+def _power_of_tp(value: float | None, case: Case) -> bool:
+    return value is not None and case.tp > 1 and any(_is(value, float(case.tp**n)) for n in range(1, 9))
+
+
+def _below_head(s: Symptoms) -> bool:
+    """The head is right, a gradient below it is wrong."""
+    return s.clean_forward and s.top is not None and s.kind(s.top) not in ("head", "bias") and s.top.name != HEAD
+
+
+def _through_own_shard(s: Symptoms) -> bool:
+    return any(len(f.coefficients) < s.case.tp for f in s.family("through head"))
+
+
+def _resumed(s: Symptoms) -> bool:
+    return s.case.resume != "none" and s.step >= 1
+
+
+def _dead_on_some_ranks(s: Symptoms) -> bool:
+    return any(p.dim is not None and 0 < sum(x.zero for x in p.slices) < len(p.slices) for p in s.gradients)
+
+
+def _only(s: Symptoms, *kinds: str) -> bool:
+    return bool(s.gradients) and s.kinds <= set(kinds)
+
+
+def _moves(s: Symptoms, *causes: str) -> bool:
+    return any(moved.cause in causes for moved in s.updates)
+
+
+def _norm_says(s: Symptoms, *words: str) -> bool:
+    return any(word in law for law in s.norms for word in words)
+
+
+def _shard_only(s: Symptoms) -> bool:
+    """One shard of a weight (or some rows of it) is wrong, the others are right."""
+    told = [m for m in s.updates if m.cause in ("", STILL, LATE, RATE)]
+    return any(0 < len(m.still) < len(m.ratio) or m.rows.share < 1 for m in told)
+
+
+def _mixed(s: Symptoms, value: float) -> bool:
+    return any(len(f.coefficients) > 1 and all(_is(v, value) for v in f.coefficients.values()) for f in s.family("shards"))
+
+
+def _tokens_of_one_shard(s: Symptoms) -> bool:
+    """Errors begin only at tokens whose rows one shard holds, or at the border between shards."""
+    if not s.forward or s.forward.everywhere or s.case.head == "row":
+        return False
+    ends = [sum(_sizes(s.case)[: i + 1]) for i in range(s.case.tp)]
+    near = [0, *ends]
+    return any(
+        all(a - 1 <= t <= b for t in s.forward.first_tokens) for a, b in zip(near, ends, strict=False) if b > a
+    ) and s.case.tp > 1
+
+
+NO_NUMBER = ("nan", "inf", "not finite")
+
+# Weights: 10 a cause in itself, whatever follows from it; 6 a signature that hardly anything else has; 3 fits well;
+# 1 to 2 possible. A class gets its best rule's weight, and a tenth of what its other rules have.
+RULES: tuple[Rule, ...] = (
+    # what ran
+    Rule(30, 10, "the run is not the one that was asked for, or a part of it is missing", lambda s: s.says("complete")),
+    Rule(20, 9.5, "the optimizer lacks a parameter whose gradient is missing too", lambda s: s.says("complete") and s.says("census")),
+    Rule(30, 10, "the live model is not sharded as the case says", lambda s: s.says("layout")),
+    Rule(30, 11, "an observation repeats an earlier one", lambda s: s.repeated),
+    Rule(30, 9, "all numbers are those of a case with another factor", lambda s: s.another),
+    Rule(30, 10, "a rank ran on other data than it was given", lambda s: s.forward and s.forward.whose),
+    Rule(9, 3, "ranks that should differ in their data do not", lambda s: s.forward and s.forward.whose),
+    # the tie
+    Rule(3, 10, "an untied model has one weight", lambda s: s.says("tie") and not s.case.tied),
+    Rule(1, 8, "embedding and head are no longer one weight", lambda s: s.tie_lost),
+    Rule(1, 8, "the tie was never made", lambda s: s.says("tie") and s.case.tied and not s.tie_lost),
+    Rule(2, 9, "the tie is lost when layers are replaced by sharded ones", lambda s: s.tie_lost == "sharded" and s.case.tie_when == "construction"),
+    Rule(26, 7, "the tie is lost before anything is sharded", lambda s: s.tie_lost == "loaded"),
+    Rule(26, 2, "a cast or resize makes a new parameter", lambda s: s.tie_lost),
+    Rule(25, 10, "the tie is lost when a checkpoint is loaded", lambda s: "resum" in s.tie_lost or "reload" in s.tie_lost),
+    # where it starts
+    Rule(24, 9, "a shard does not start from its part of the given weights", lambda s: s.says("start") and not s.says("tie")),
+    Rule(30, 10, "the ranks report each other's shards: what they compute does not belong to what they show", lambda s: s.start and s.says("logits", "gradient")),
+    Rule(30, 3, "the ranks may report each other's shards", lambda s: s.start),
+    Rule(25, 9, "the first step after the checkpoint is the first wrong one", lambda s: _resumed(s) and s.step == 1),
+    Rule(25, 4, "it begins after a checkpoint was loaded", lambda s: _resumed(s)),
+    Rule(20, 9, "the optimizer does not hold each parameter once", lambda s: s.says("census") and not s.says("tie")),
+    Rule(27, 9, "ranks issue different collectives", lambda s: s.says("collectives") and not s.says("layout")),
+    Rule(9, 9.5, "ranks issue different collectives, and data-parallel copies of gradients differ", lambda s: s.says("collectives") and s.drift == "gradients" and _by_dp(s)),
+    # replicas
+    Rule(22, 8, "gradients are right and equal, and copies of weights differ after the step", lambda s: s.drift == "weights" and not s.gradients),
+    Rule(22, 2, "copies differ", lambda s: s.says("replicas")),
+    Rule(31, 6, "only the head's bias is wrong", lambda s: _only(s, "bias") or s.drift_of == (HEAD_BIAS,)),
+    # precision
+    Rule(28, 8, "values or master weights of a lower precision than asked", lambda s: s.says("precision")),
+    Rule(28, 7, "the error looks like rounding to a lower precision, everywhere", lambda s: s.rounding and not s.says("replicas")),
+    Rule(28, 3, "the error looks like rounding to a lower precision", lambda s: s.rounding),
+    Rule(28, 7, "a rank multiplies in another precision than asked", lambda s: s.says("switches")),
+    Rule(28, 6.5, "weights move as asked, rounded", lambda s: _moves(s, LOW)),
+    Rule(28, 6, "the norm is right to two digits", lambda s: s.flagged == {"gradient_norm"} and _norm_says(s, NEAR)),
+    # forward
+    Rule(31, 9, "the logits' error is the same for every token, as a bias is", lambda s: s.forward and s.forward.constant and s.case.head_bias == "yes"),
+    Rule(7, 8, "the logits are a multiple of tp", lambda s: s.forward and _power_of_tp(s.forward.factor, s.case)),
+    Rule(5, 5, "the logits are a multiple of what they should be", lambda s: s.forward and s.forward.factor is not None),
+    Rule(11, 7, "columns of the logits stand in other places", lambda s: s.forward and s.forward.moved and s.forward.columns.share < 1),
+    Rule(11, 7, "errors begin at tokens whose rows lie on one shard or its border", _tokens_of_one_shard),
+    Rule(12, 5, "errors begin at the padding row's token", lambda s: s.forward and s.case.padding_idx is not None and s.forward.first_tokens == {s.case.padding_idx}),
+    Rule(23, 2, "the logits are wrong without a pattern", lambda s: s.forward),
+    Rule(8, 1.5, "the logits are wrong", lambda s: s.forward),
+    Rule(11, 1, "the logits are wrong", lambda s: s.forward),
+    # loss
+    Rule(13, 8, "the logits are right and the loss counts what must not count", _law(13)),
+    Rule(14, 8, "the logits are right and the loss takes statistics of one shard", _law(14)),
+    Rule(15, 8, "the logits are right and the loss takes them for what they are not", _law(15)),
+    Rule(16, 8, "the logits are right and the softmax is shifted by each shard's own maximum", _law(16)),
+    Rule(17, 8, "the logits are right and the tokens' weights are lost", _law(17)),
+    Rule(14, 2, "the logits are right, the loss is not", lambda s: s.says("loss") and not s.says("logits") and s.case.loss != "mean"),
+    Rule(13, 2, "the logits are right, the loss is not", lambda s: s.says("loss") and not s.says("logits")),
+    Rule(15, 1.9, "the logits are right, the loss is not", lambda s: s.says("loss") and not s.says("logits")),
+    Rule(16, 6, "the loss is no number, or off with large logits", lambda s: s.says("loss") and not s.says("logits") and (s.case.logit_scale > 1 or any(w in s.evidence.get("loss", "") for w in NO_NUMBER))),
+    # one use of the weight
+    Rule(4, 6, "a contribution to the tied gradient is missing on all slices", lambda s: "all" in (_zeros(s, LOOKUP), _zeros(s, PROJECTION))),
+    Rule(8, 3, "a contribution to the tied gradient is missing on all slices", lambda s: "all" in (_zeros(s, LOOKUP), _zeros(s, PROJECTION)) and s.case.tp > 1),
+    Rule(8, 6, "a contribution to the tied gradient is missing on some slices", lambda s: "some" in (_zeros(s, LOOKUP), _zeros(s, PROJECTION))),
+    Rule(4, 5, "a contribution to the tied gradient is missing on some slices", lambda s: "some" in (_zeros(s, LOOKUP), _zeros(s, PROJECTION))),
+    Rule(5, 6, "one contribution to the tied gradient is scaled", lambda s: s.varies == {"part"} and _only(s, "tied") and not _zeros(s, LOOKUP) and not _zeros(s, PROJECTION)),
+    Rule(5, 4, "the gradient of one end of an untied model is scaled", lambda s: s.clean_forward and s.kinds in ({"embedding"}, {"head"}) and s.factor is not None),
+    # data parallelism and accumulation
+    Rule(9, 7, "a copy of the gradients holds one data-parallel rank's data only", lambda s: _by_dp(s) and _own_data_only(s) and "part" not in s.varies),
+    Rule(10, 7, "one contribution is reduced over data-parallel ranks, the other is not", lambda s: {"part", "dp_rank"} <= s.varies),
+    Rule(9, 3, "one contribution is reduced over data-parallel ranks, the other is not", lambda s: {"part", "dp_rank"} <= s.varies),
+    Rule(10, 6, "each data-parallel rank's data count with a factor of its own", lambda s: _by_dp(s) and not _own_data_only(s)),
+    Rule(9, 4, "data-parallel ranks do not count alike", _by_dp),
+    Rule(21, 7, "micro-batches do not count alike", lambda s: "micro" in s.varies),
+    Rule(9, 6, "every gradient is dp times too large or small", lambda s: s.case.dp > 1 and s.everything and (_is(s.factor, s.case.dp) or _is(s.factor, 1 / s.case.dp))),
+    Rule(21, 6.5, "every gradient is as many times too large or small as there are micro-batches", lambda s: s.case.accumulate > 1 and s.everything and (_is(s.factor, s.case.accumulate) or _is(s.factor, 1 / s.case.accumulate))),
+    Rule(9, 5, "every gradient is tp times too large or small", lambda s: s.case.tp > 1 and s.everything and (_is(s.factor, s.case.tp) or _is(s.factor, 1 / s.case.tp))),
+    Rule(10, 3, "every gradient has the same factor", lambda s: s.everything and s.factor is not None and s.case.clip > 0),
+    Rule(17, 3, "the loss is right and every gradient has the same factor", lambda s: s.clean_forward and s.everything and s.factor is not None),
+    Rule(9, 6, "slices of all tensor-parallel ranks are averaged", lambda s: s.case.tp > 1 and _mixed(s, 1 / s.case.tp)),
+    Rule(7, 6, "slices of all tensor-parallel ranks are summed", lambda s: _mixed(s, 1.0)),
+    # reductions of tensor parallelism
+    Rule(29, 7, "what is recomputed in backward has a factor", lambda s: s.case.recompute != "none" and s.clean_forward and s.top_factor is not None and not _is(s.top_factor, 0)),
+    Rule(29, 4, "gradients are wrong with recomputing on", lambda s: s.case.recompute != "none" and s.clean_forward),
+    Rule(7, 6, "gradients are tp times what they should be", lambda s: _below_head(s) and _power_of_tp(s.top_factor, s.case)),
+    Rule(7, 5, "gradients are tp times what they should be", lambda s: s.clean_forward and _power_of_tp(s.top_factor, s.case)),
+    Rule(6, 6, "below the head each rank has its own shard's part of the gradient only", _through_own_shard),
+    Rule(8, 5, "below the head each rank has its own shard's part of the gradient only", _through_own_shard),
+    Rule(8, 2, "… and the activation that enters the head is strided", lambda s: _through_own_shard(s) and s.case.activation == "transposed"),
+    Rule(8, 6, "some ranks' shards have no gradient", _dead_on_some_ranks),
+    Rule(6, 3, "the head is right, gradients below it are not", lambda s: _below_head(s) and s.case.tp > 1 and not _only(s, "tied", "embedding")),
+    Rule(8, 2.5, "the head is right, gradients below it are not", lambda s: _below_head(s) and s.case.tp > 1),
+    Rule(23, 2.6, "the head is right, gradients below it are not, without a pattern", lambda s: _below_head(s) and s.top_factor is None),
+    # rows
+    Rule(12, 7, "only the padding row is wrong, or the row of its number on another shard", lambda s: s.lie("padding row")),
+    Rule(11, 6, "only rows at the border of shards, or beyond the shortest shard, are wrong", lambda s: s.lie("border") or s.lie("beyond the shortest")),
+    Rule(11, 2, "only rows of one shard are wrong", lambda s: s.lie("shard") and not s.lie("padding row")),
+    Rule(23, 3, "only rows that nothing touches are wrong", lambda s: s.lie("no token")),
+    # stale and strange
+    Rule(23, 7, "the gradient holds that of the step before", lambda s: s.family("step before")),
+    Rule(23, 6, "every gradient is zero in the first step", lambda s: s.everything and s.dead and _is(s.factor, 0.0)),
+    Rule(27, 7, "a gradient holds terms of another tensor of its shape", lambda s: s.family("other tensor")),
+    Rule(17, 4, "loss and logits are right and the head's gradient is not", lambda s: s.clean_forward and s.top is not None and (s.kind(s.top) == "head" or s.top.name == HEAD) and not s.top.wrong[0].fit.explained),
+    Rule(23, 3, "a gradient is explained by nothing", lambda s: s.clean_forward and not any(f.explained for f in s.fits)),
+    Rule(16, 5, "a gradient is no number", lambda s: any(not x.finite for p in s.gradients for x in p.slices) and s.case.logit_scale > 1),
+    Rule(23, 5, "a gradient is no number", lambda s: any(not x.finite for p in s.gradients for x in p.slices)),
+    Rule(4, 4, "a gradient is zero", lambda s: s.dead),
+    # norm and update
+    Rule(18, 7, "gradients are right, the norm counts something twice or not at all", lambda s: s.says("gradient_norm") and not s.gradients and _norm_says(s, "counts", "leaves")),
+    Rule(19, 8, "gradients are right, the norm is each rank's own", lambda s: s.says("gradient_norm") and not s.gradients and (_norm_says(s, "rank to rank", "own shards") or s.drift == "norm")),
+    Rule(18, 4, "gradients are right, the norm is not", lambda s: s.says("gradient_norm") and not s.gradients),
+    Rule(19, 3, "gradients are right, the norm is not", lambda s: s.says("gradient_norm") and not s.gradients),
+    Rule(11, 7, "gradients are right, and a part of a weight does not move", lambda s: _moves(s, STILL) and _shard_only(s)),
+    Rule(11, 6, "gradients are right, and one shard moves otherwise than the replay says", lambda s: s.updates and _shard_only(s)),
+    Rule(25, 5, "gradients are right, and a weight does not move", lambda s: _moves(s, STILL)),
+    Rule(23, 7, "weights move as the step before asked", lambda s: _moves(s, LATE)),
+    Rule(23, 6.5, "no weight moves in the first step", lambda s: s.step == 0 and s.updates and all(m.cause == STILL for m in s.updates)),
+    Rule(11, 5, "weights move as the step before asked", lambda s: _moves(s, LATE)),
+    Rule(25, 8, "weights move as if the optimizer's state were new", lambda s: _moves(s, FRESH, COUNT)),
+    Rule(20, 7, "weights decay otherwise than asked", lambda s: _moves(s, DECAY)),
+    Rule(19, 6, "gradients are right, and weights move by another amount", lambda s: _moves(s, RATE) and s.case.clip > 0),
+    Rule(25, 5, "gradients are right, and weights move by another amount", lambda s: _moves(s, RATE)),
+    Rule(30, 6, "weights move as another optimizer would move them", lambda s: _moves(s, OTHER)),
+    Rule(20, 2, "gradients are right, updates are not", lambda s: s.updates),
+    Rule(25, 3, "gradients are right, updates are not", lambda s: s.updates and s.case.optimizer != "sgd"),
+)  # fmt: skip
+
+
+def guesses(found: Symptoms) -> tuple[Guess, ...]:
+    """Classes that the rules speak for, best first."""
+    votes: dict[int, list[Rule]] = {}
+    for rule in RULES:
+        if _holds(rule, found):
+            votes.setdefault(rule.bug_class, []).append(rule)
+    ranked = []
+    for bug_class, rules in votes.items():
+        best = max(rules, key=lambda rule: rule.weight)
+        total = best.weight + 0.1 * (sum(rule.weight for rule in rules) - best.weight)
+        ranked.append(Guess(bug_class, NAMES[bug_class], round(total, 2), best.why))
+    return tuple(sorted(ranked, key=lambda guess: (-guess.weight, guess.bug_class)))
+
+
+def _holds(rule: Rule, found: Symptoms) -> bool:
+    try:
+        return bool(rule.when(found))
+    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return False  # a symptom that could not be measured speaks for nothing
+
+
+def diagnose(evidence: Evidence | None, findings: Sequence[Finding], trace: Boundary | None = None) -> Diagnosis:
+    """What the findings of one case come from; `trace` is the first module out of the noise, where one was traced.
+
+    Never raises: what goes wrong here is said in the sentence.
+
+    Args:
+        evidence: None where the observations could not be put together.
+    """
+    flagged = [f for f in findings if f.flagged]
+    if not flagged:
+        return Diagnosis("nothing is flagged")
+    if evidence is None:
+        guess = Guess(30, NAMES[30], 10.0, "the observations do not fit together")
+        return Diagnosis(f"{flagged[0].evidence}; looks like class 30 ({guess.name}): {guess.why}", (guess,))
+    try:
+        found = symptoms(evidence, findings)
+        ranked = guesses(found)
+        top = found.top
+        return Diagnosis(
+            sentence=_sentence(found, ranked, trace),
+            guesses=ranked,
+            boundary=trace,
+            tensor=top.name if top else (found.updates[0].name if found.updates else ""),
+            worst_rows=_listed(_rows_of(found)),
+            worst_columns=_listed(top.columns) if top else (),
+            share_of_rows=_rows_of(found).share if _rows_of(found) else 0.0,  # type: ignore[union-attr]
+            lie=", ".join(_rows_of(found).lie) if _rows_of(found) else "",  # type: ignore[union-attr]
+        )
+    except Exception as error:  # noqa: BLE001 - a diagnosis that fails must not take the verdict with it
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return Diagnosis(f"no diagnosis: {type(error).__name__}: {error} ({where.name}, line {where.lineno})")
+
+
+def _rows_of(found: Symptoms) -> Places | None:
+    return found.rows or (found.updates[0].rows if found.updates else None)
+
+
+def _listed(found: Places | None) -> tuple[int, ...]:
+    if found is None:
+        return ()
+    return tuple(dict.fromkeys([found.worst, *found.wrong]))[:10]
+
+
+def _sentence(found: Symptoms, ranked: Sequence[Guess], trace: Boundary | None) -> str:
+    parts = [*_facts(found)]
+    if trace:
+        parts.append(trace.sentence)
+    if ranked:
+        best = ranked[0]
+        parts.append(f"looks like class {best.bug_class} ({best.name}): {best.why}")
+        if len(ranked) > 1:
+            parts.append(f"else class {ranked[1].bug_class} ({ranked[1].name})")
+    else:
+        parts.append("looks like no known class")
+    return "; ".join(parts)
+
+
+def _facts(s: Symptoms) -> Iterator[str]:
+    """What was measured, plainly, the most telling first."""
+    if s.repeated:
+        yield s.repeated
+    if s.tie_lost:
+        yield f"embedding and head are separate after {s.tie_lost!r}"
+    if s.start:
+        yield s.start
+    if s.forward and s.forward.whose:
+        yield s.forward.whose
+    elif s.forward:
+        yield f"{s.forward.columns.share:.0%} of the logits' columns are wrong"
+    yield from s.losses[:1]
+    if s.another:
+        yield f"all numbers are those of {s.another}"
+    if s.norms and not s.gradients:
+        yield f"the norm {s.norms[0]}"
+    for moved in s.updates[:1]:
+        who = f" on tensor-parallel rank {moved.still[0]}" if len(moved.still) == 1 and len(moved.ratio) > 1 else ""
+        yield f"{moved.name} {moved.cause or 'moved otherwise than the replay says'}{who}"
+    if s.top:
+        yield _gradient_fact(s, s.top)
+
+
+def _gradient_fact(s: Symptoms, top: Portrait) -> str:
+    name = "the tied weight" if s.kind(top) == "tied" else top.name
+    wrong = top.wrong[0]
+    holder = "" if len(top.wrong) == len(top.slices) else f" on {wrong.holder}"
+    part = f"{wrong.holder}'s part of {name}" if holder else name
+    if not wrong.finite:
+        return f"the gradient of {part} is no number"
+    if wrong.zero:
+        return f"{part} got no gradient"
+    if wrong.fit.explained:
+        text = _coefficients_fact(s, wrong.fit, part)
+        if text:
+            return text
+    rows = f" in {len(top.rows.wrong)} of {top.rows.extent} rows" if top.rows.share < 1 else ""
+    lie = f" ({', '.join(top.rows.lie)})" if rows and top.rows.lie else ""
+    return f"the gradient of {part} is off by {wrong.relative:.2g} of itself{rows}{lie}"
+
+
+def _coefficients_fact(s: Symptoms, found: Fit, part: str) -> str:
+    if found.family != "terms":
+        listed = ", ".join(f"{v:.3g} of {t.part}" for t, v in found.coefficients.items())
+        return f"the gradient of {part} is {listed}"
+    if found.factor is not None:
+        return f"the gradient of {part} is {found.factor:.3g} times what it should be"
+    axis, word = next(
+        ((a, w) for a, w in (("part", ""), ("dp_rank", "data-parallel rank "), ("micro", "micro-batch ")) if a in found.varies),
+        ("", ""),
+    )
+    if not axis:
+        return ""
+    missing = [f"{word}{value}" for value, c in found.along(axis).items() if all(_is(x, 0.0) for x in c)]
+    if axis == "part" and missing and "dp_rank" not in found.varies:
+        return f"{part} got no {missing[0]} gradient"
+    if missing:
+        return f"the gradient of {part} holds nothing of {', '.join(missing)}"
+    listed = ", ".join(f"{sum(c) / len(c):.3g} of {word}{value}" for value, c in found.along(axis).items())
+    return f"the gradient of {part} holds {listed}"
