@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from ci.records import Record
+from reports import explain
 
 Kind = Literal["text", "int", "float"]
 Direction = Literal["lower", "higher"]
@@ -61,7 +62,8 @@ COLUMNS: tuple[Column, ...] = (
     Column("path", "text", None, None, "training path"),
     Column("target", "text", None, None, "build under test, as a pip requirement"),
     Column("status", "text", None, None, "finished, timeout, lost (killed while running), not_run or skipped"),
-    Column("verdict", "text", None, None, "exact, rounding, bug, inconclusive, refused, crash or hang; empty: none"),
+    Column("verdict", "text", None, None, "exact, rounding, bug, bug: precision, inconclusive, refused, crash or hang; "
+           "empty: none"),
     Column("oracle", "text", None, None, "checks that flagged, joined by a comma"),
     Column("evidence", "text", None, None, "what was seen, for people"),
     Column("error", "float", "of the check", "lower", "largest deviation, of the check with the least headroom; empty "
@@ -71,11 +73,21 @@ COLUMNS: tuple[Column, ...] = (
            "JSON): the error is 0", headroom),
     Column("error_of", "text", None, None, "check that error, limit and headroom belong to"),
     Column("error_unit", "text", None, None, "unit of error and limit", error_unit),
+    Column("visibility", "float", "relative", "lower", "smallest error, as a share of the tensor, that would have been "
+           "flagged in every gradient; inf (null in JSON): one shows nothing", explain.visibility),
+    Column("escalation", "text", None, None, "runs at higher precisions and their verdicts; empty: none was needed",
+           lambda record: "; ".join(f"{rung.arithmetic}: {rung.verdict}" for rung in record.escalation) or None),
+    Column("slope", "float", "ratio of logarithms", None, "how the error scaled up to the highest precision: 1 for "
+           "rounding, 0 for a bug", explain.last_slope),
+    Column("diagnosis", "text", None, None, "where a deviation comes from", lambda record: record.diagnosis or None),
+    Column("guesses", "text", None, None, "classes of public bugs that it looks like, the likeliest first",
+           lambda record: "; ".join(f"{guess.bug_class} {guess.name}".strip() for guess in record.guesses) or None),
     Column("seconds_per_step", "float", "s", "lower", "median wall clock of a step, the first step left out"),
     Column("tokens_per_second", "float", "tokens/s", "higher", "tokens of all data-parallel ranks per second"),
     Column("peak_memory_bytes", "int", "bytes", "lower", "largest over ranks: resident set on CPU, allocator on CUDA"),
     Column("startup_seconds", "float", "s", "lower", "starting the set of ranks, 0 where a running set was used"),
-    Column("judge_seconds", "float", "s", "lower", "reference and oracles"),
+    Column("judge_seconds", "float", "s", "lower", "reference and oracles, runs at higher precisions included"),
+    Column("verdict_seconds", "float", "s", "lower", "everything beyond training: judging, and reading the live model"),
     Column("wall_seconds", "float", "s", "lower", "the whole case"),
     Column("budget_seconds", "float", "s", None, "the case's own time limit"),
     Column("attempt", "int", "count", None, "which attempt this result is from, 1 for the first"),

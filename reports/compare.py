@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ci.records import EVENTS, LogError, Record, Run, expected
+from ci.records import EVENTS, LogError, Record, Run
+from reports.explain import as_expected, classes, cleared, guesses, signature
 from reports.load import Loaded, flatten, load, tested
 from reports.noise import LEAST_SAMPLES, UNMEASURED, Speed, judge, samples, together
 from reports.summary import by_severity, error_share, error_text, outcome, shown_rerun
@@ -53,11 +54,11 @@ class _Pair:
             return "missing"
         if self.head.status in INCOMPLETE:
             return "incomplete"
-        if not expected(self.head):
+        if not as_expected(self.head):
             return "known" if self.base is not None and _failure(self.base) == _failure(self.head) else "failed"
         if self.base is None:
             return "new"
-        return "both" if expected(self.base) else "fixed"
+        return "both" if as_expected(self.base) else "fixed"
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _facts(before: Loaded, after: Loaded, again: Sequence[Loaded], command: str)
     new = {r.case: r for r in after.run.records}
     pairs = tuple(_Pair(case, old.get(case), new.get(case)) for case in dict.fromkeys([*new, *old]))
     both = [(p.case, p.base, p.head) for p in pairs if p.kind == "both" and p.base and p.head]
-    others = [{r.case: samples(r.step_seconds) for r in run.run.records if expected(r)} for run in again]
+    others = [{r.case: samples(r.step_seconds) for r in run.run.records if as_expected(r)} for run in again]
     speeds, ratios = [], defaultdict(list)
     noise: dict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in others])
     for case, b, h in both:
@@ -163,7 +164,7 @@ def _gaps(run: Run) -> tuple[str, ...]:
         gaps.append("the head was killed, or is still going")
     elif run.end.reason != "complete":
         gaps.append(f"the head ended early ({run.end.reason})" + (f": {run.end.message}" if run.end.message else ""))
-    elif run.end.exit_code != 0 and all(map(expected, run.records)):
+    elif run.end.exit_code != 0 and all(map(as_expected, run.records)):
         gaps.append(f"the head's cases are green but it ended with exit code {run.end.exit_code}: {run.end.message}")
     if run.torn:
         gaps.append("the head's last line is cut off")
@@ -182,8 +183,11 @@ def _verdict(facts: _Facts) -> tuple[str, str, int]:
     failed, missing = facts.of("failed"), facts.of("missing", "incomplete")
     slower, known = facts.judged("regression"), facts.of("known")
     problems = []
-    if failed:
-        problems.append(f"{count(len(failed), 'case')} newly not as expected")
+    newly = [pair for pair in failed if pair.base is None or as_expected(pair.base)]
+    if newly:
+        problems.append(f"{count(len(newly), 'case')} newly not as expected")
+    if other := len(failed) - len(newly):
+        problems.append(f"{count(other, 'case')} not as expected in another way than in the base")
     if missing:
         problems.append(f"{count(len(missing), 'case')} without a result in the head")
     if facts.gaps:
@@ -253,28 +257,47 @@ def _failures(facts: _Facts, cap: int) -> str:
     known = facts.of("known")
     parts = []
     if worst or gone:
-        rows = []
+        alike: dict[tuple[str, ...], list[_Pair]] = defaultdict(list)
         for pair in [*worst, *gone]:
-            shown = pair.head or pair.base
-            assert shown is not None
-            evidence = "the head has no such case" if pair.head is None else shown.evidence
-            flagged = f"**{md(shown.oracle)}**: " if pair.head is not None and shown.oracle else ""
-            rows.append(
-                [md_code(pair.case, table=True), _said(pair.base), _said(pair.head), flagged + md(evidence, 400)]
-            )
+            looks = signature(pair.head) if pair.head else ()
+            alike[(pair.kind, _said(pair.base), *looks)].append(pair)
+        rows = [_failed_row(pairs[0], len(pairs) - 1) for pairs in alike.values()]
         parts.append(
             "### Failed, timed out, lost, skipped or missing\n\n"
             + _capped(["case", "base", "head", "evidence"], rows, cap)
         )
+        rest = [
+            [md_code(pair.case, table=True), _said(pair.base), _said(pair.head), md_code(pairs[0].case, table=True)]
+            for pairs in alike.values()
+            for pair in pairs[1:]
+        ]
+        if rest:
+            title = f"{count(len(rest), 'case')} like one of these"
+            parts.append(_fold(title, _capped(["case", "base", "head", "like"], rest, cap)))
         first, *others = [_command(pair, facts.head.run.plan.options) for pair in [*worst, *gone][:cap]]
         parts.append("The first one alone:\n\n" + md_block(first, "sh"))
         if others:
             parts.append(_fold("Commands for the others", md_block("\n".join(others), "sh")))
     if known:
-        rows = [[md_code(p.case, table=True), _said(p.head), md(p.head.evidence, 200)] for p in known if p.head]
+        rows = [
+            [md_code(p.case, table=True), _said(p.head), md(p.head.diagnosis or p.head.evidence, 200)]
+            for p in known
+            if p.head
+        ]
         title = f"{count(len(rows), 'case')} still failing as in the base"
         parts.append(_fold(title, _capped(["case", "head", "evidence"], rows, cap)))
     return "\n\n".join(parts)
+
+
+def _failed_row(pair: _Pair, alike: int) -> list[str]:
+    """One failure and, where `alike` others look the same, their number."""
+    shown = pair.head or pair.base
+    assert shown is not None
+    evidence = "the head has no such case" if pair.head is None else shown.diagnosis or shown.evidence
+    flagged = f"**{md(shown.oracle)}**: " if pair.head is not None and shown.oracle else ""
+    likely = f" Looks like {md(classes(guesses(shown)), 200)}." if pair.head is not None and shown.guesses else ""
+    case = md_code(pair.case, table=True) + (f" and {alike} alike" if alike else "")
+    return [case, _said(pair.base), _said(pair.head), flagged + md(evidence, 400) + likely]
 
 
 def _command(pair: _Pair, options: str) -> str:
@@ -319,7 +342,8 @@ def _numerics(facts: _Facts, cap: int) -> str:
 
 
 def _number(record: Record) -> str:
-    return f"{md(outcome(record))}, {md(error_text(record))}" if record.limit is not None else md(outcome(record))
+    said = md(outcome(record)) + (f" at {md(higher)}" if (higher := cleared(record)) else "")
+    return f"{said}, {md(error_text(record))}" if record.limit is not None else said
 
 
 def _factor(old: Record, new: Record) -> float | None:

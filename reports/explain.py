@@ -19,10 +19,11 @@ SLOPE = 0.74  # as suites.limits.SLOPE, which a test compares: above it an error
 STILL = 0.25  # below it an error is as good as the same at both precisions
 MOST_WORST = 5  # tensors of a failing case
 MOST_GUESSES = 2
+MOST_UNSEEN = 30  # tensors of one case
 MOST_WORDS = 4000  # characters of a text that tell whether two are alike
 ARITHMETIC = re.compile(r"\b(?:float(?:16|32|64)|bfloat16|tf32(?:_truncated)?|fp(?:16|32|64))\b")
 CASE = re.compile(r"[a-z][\w-]*:\w+=\S*")
-NAME = re.compile(r"\b[A-Za-z]\w*(?:[._]\w+)+\b")
+NAME = re.compile(r"\b[A-Za-z]\w*[._]\w[\w.]*")
 SCOPE = re.compile(r"\b(?:tensor|row|element)(?= [\d.])")
 CONTRIBUTION = re.compile(r"(-?\d+\.\d+) of the (lookup|projection)")
 NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?", re.IGNORECASE)
@@ -73,7 +74,7 @@ def environment_differs(record: Record) -> str:
     if record.status != "finished" or record.verdict not in GREEN:
         return ""
     flagged = [f for f in record.findings if f.flagged and f.oracle == SWITCHES]
-    return "; ".join(f.evidence for f in flagged)
+    return "; ".join(f.evidence or "a switch that was not named" for f in flagged)
 
 
 def as_expected(record: Record) -> bool:
@@ -149,9 +150,7 @@ def steps(record: Record) -> list[Step]:
         return []
     first = next(iter(worst(record)), None)
     here = "flagged" if any(f.flagged for f in record.findings) else record.verdict or "no verdict"
-    reading = "the case's own run"
-    if first is not None:
-        reading += f": {how_far(first)}"
+    reading = "the case's own run" + (f": {how_far(first)}" if first is not None else "")
     own = precision_of(record) or "as asked"
     found = [Step(own, here, first.error if first else None, None, reading)]
     for rung in record.escalation:
@@ -161,13 +160,10 @@ def steps(record: Record) -> list[Step]:
 
 
 def how_far(measured: Measured) -> str:
-    """Deviation against limit, and error against what rounding gives, in words."""
+    """Deviation against limit in words."""
     if measured.sigmas is None:
         return f"{measured.name} is not finite"
-    text = f"{measured.name} is {number(measured.sigmas)} sigma off, limit {number(measured.limit)}"
-    if measured.error is not None and measured.predicted:
-        text += f"; {times(measured.error / measured.predicted)} what rounding gives"
-    return text
+    return f"{measured.name} is {number(measured.sigmas)} sigma off, limit {number(measured.limit)}"
 
 
 def _reading(verdict: str, error: float | None, slope: float | None, note: str, *, other: bool) -> str:
@@ -209,11 +205,20 @@ def because(record: Record) -> str:
     return ""
 
 
+def leading(record: Record) -> tuple[str, str]:
+    """The two sentences that come first, either may be empty: where it comes from, and why the verdict is what it is.
+
+    The environment goes before anything that a diagnosis makes of its consequences.
+    """
+    where, why = record.diagnosis, because(record)
+    return (why, where) if environment_differs(record) else (where, why)
+
+
 def _why_bug(record: Record, own: str) -> str:
     same = [rung for rung in record.escalation if rung.verdict == "bug"]
     if same:
         rung = same[-1]
-        how = f" (slope {rung.slope:.2f}; rounding has 1)" if rung.slope is not None else ""
+        how = f" (slope {slope_text(rung.slope)}; rounding has 1)" if rung.slope is not None else ""
         if rung.arithmetic == own:
             return "No rounding: it is flagged with other data and weights too"
         return f"No rounding: at {rung.arithmetic} it is still there{how}"
@@ -229,6 +234,104 @@ def _why_bug(record: Record, own: str) -> str:
             return f"No rounding: {found[0].name} is not finite"
         return f"No rounding: {found[0].name} is {times(far)} over its limit at {own}"
     return ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of raw text for a rendering to escape; columns in `code` are ids, those in `right` numbers."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: frozenset[int] = frozenset()
+    code: frozenset[int] = frozenset()
+
+
+def escalation(record: Record) -> Table | None:
+    """The escalation, one line a run; None where there was none."""
+    rows = tuple(
+        (step.precision, step.verdict, number(step.error), slope_text(step.slope), step.reading)
+        for step in steps(record)
+    )
+    head = ("precision", "verdict there", "relative error", "slope", "what that means")
+    return Table(head, rows, frozenset({2, 3})) if rows else None
+
+
+def tensors(record: Record) -> Table | None:
+    """The few worst tensors beyond their limit; None where none is.
+
+    The escalation follows one tensor, the worst: only that one has an error at a higher precision.
+    """
+    found = worst(record)
+    if not found:
+        return None
+    higher = next((rung for rung in reversed(record.escalation) if rung.error is not None), None)
+    rows = []
+    for place, m in enumerate(found):
+        cells = [m.name, str(m.step), _error(m.error), number(m.predicted), f"{_error(m.sigmas)} ({m.scope})"]
+        cells += [number(m.limit), *_rows(m)]
+        if higher is not None:
+            cells += [number(higher.error), slope_text(higher.slope)] if place == 0 else [MISSING, MISSING]
+        rows.append(tuple(cells))
+    head = ["tensor", "step", "relative error", "rounding gives", "sigma", "limit", "worst row", "rows wrong"]
+    if higher is not None:
+        head += [f"error at {higher.arithmetic}", "slope"]
+    return Table(tuple(head), tuple(rows), frozenset(range(1, len(head))))
+
+
+def unseen(record: Record) -> Table | None:
+    """Smallest error that would have been flagged, the dullest tensors first; None where nothing tells."""
+    rows = tuple(
+        (m.name, m.oracle, "nothing" if math.isinf(seen(m)) else number(seen(m)), number(m.sigmas), number(m.limit))
+        for m in sorted(record.measured, key=lambda m: -seen(m))[:MOST_UNSEEN]
+    )
+    head = ("tensor", "check", "relative error from which it is flagged", "sigma", "limit")
+    return Table(head, rows, frozenset({2, 3, 4})) if rows else None
+
+
+def headrooms(green: Iterable[Record]) -> Table | None:
+    """Headroom and visibility of green cases, the least headroom first; None where no tensor was recorded."""
+    rows = []
+    for record in green:
+        closest, dull = next(iter(ranked(record)), None), dullest(record)
+        if closest is None:
+            continue
+        over = times_over(closest)
+        sees = MISSING if dull is None else "nothing" if math.isinf(seen(dull)) else number(seen(dull))
+        told = (closest.name, sees, dull.name if dull else MISSING)
+        cells = (record.case, precision_of(record) or MISSING, times(1 / over if over > 0 else math.inf), *told)
+        rows.append((over, cells))
+    rows.sort(key=lambda row: -row[0])
+    head = ("case", "precision", "headroom", "of", "gradient errors seen from", "dullest gradient")
+    return Table(head, tuple(cells for _, cells in rows), frozenset({2, 4}), frozenset({0})) if rows else None
+
+
+def _error(value: float | None) -> str:
+    return "not finite" if value is None else number(value)
+
+
+def slope_text(slope: float | None) -> str:
+    """Slope with two digits."""
+    return MISSING if slope is None else f"{slope + 0.0:.2f}".replace("-0.00", "0.00")
+
+
+def blindness(record: Record) -> str:
+    """What of its gradients a case could not have seen, one line; empty where nothing tells."""
+    dull = dullest(record)
+    if dull is None:
+        return ""
+    if math.isinf(seen(dull)):
+        return f"Nothing could have been seen in {dull.name}"
+    return f"Errors below {number(seen(dull))} of {dull.name} could not have been seen"
+
+
+def chain(record: Record) -> str:
+    """The escalation as one line: ``tf32 0.84 → float32 0.84 (bug, slope 0.00)``; empty where there was none."""
+    parts = []
+    for step in steps(record):
+        error = f" {number(step.error)}" if step.error is not None else ""
+        slope = f", slope {slope_text(step.slope)}" if step.slope is not None else ""
+        parts.append(f"{step.precision}{error} ({step.verdict}{slope})")
+    return " → ".join(parts)
 
 
 def guesses(record: Record) -> Sequence[Guess]:
@@ -260,19 +363,23 @@ def share(value: float) -> str:
     return f"{value:.0%}" if 0 <= value <= 1 else number(value)
 
 
-def row_of(measured: Measured) -> str:
-    """Worst row, where the tensor has rows to tell apart."""
-    return MISSING if measured.scope in ("scalar", "norm") else str(measured.row)
+def _rows(measured: Measured) -> tuple[str, str]:
+    """Worst row and share of wrong rows, where the tensor has rows."""
+    if measured.scope in ("scalar", "norm"):
+        return MISSING, MISSING
+    return str(measured.row), share(measured.rows_wrong)
 
 
 def verdict_cost(records: Iterable[Record]) -> str:
     """What the verdicts themselves cost, against the wall clock of the same cases; empty where no record tells."""
-    told = [(r.verdict_seconds, r.wall_seconds) for r in records if r.verdict_seconds is not None and r.wall_seconds]
+    ran = [r for r in records if r.wall_seconds]
+    told = [(r.verdict_seconds, r.wall_seconds) for r in ran if r.verdict_seconds is not None and r.wall_seconds]
     whole = sum(wall for _, wall in told)
     cost = sum(spent for spent, _ in told)
     if not told or whole <= 0:
         return ""
-    return f"verdicts took {seconds(cost)} ({cost / whole:.0%} of {count(len(told), 'case')})"
+    of = "" if len(told) == len(ran) else f" ({len(told)} of {count(len(ran), 'case')} tell)"
+    return f"verdicts took {seconds(cost)}, {cost / whole:.0%} of the wall time{of}"
 
 
 def grouped(records: Iterable[Record]) -> tuple[Group, ...]:

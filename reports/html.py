@@ -18,8 +18,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ci.records import EVENTS, Record, over_budget
-from reports import text
+from reports import explain, text
 from reports.columns import headroom
+from reports.explain import Group
 from reports.load import flatten
 from reports.summary import Summary, error_share, error_text, outcome, shown_rerun, unsaid
 
@@ -31,6 +32,7 @@ GROUP = {
     "skipped": "warn",
     "inconclusive": "warn",
     "refused": "warn",
+    "wrong environment": "warn",
 }
 MOST_STACK_CHARACTERS = 20_000
 # Strip plot, in SVG user units.
@@ -50,6 +52,7 @@ def render(summary: Summary) -> str:
         "clean": text.clean,
         "case": _breakable,
         "lines": lambda value: text.clean(value, newlines=True),
+        "sentence": lambda value: text.sentence(text.clean(value)),
         "seconds": text.seconds,
         "number": text.number,
         "times": text.times,
@@ -65,7 +68,9 @@ def render(summary: Summary) -> str:
         script=Markup(script),  # our own file, no data in it
         script_hash=digest,
         counts=[(name, many, GROUP.get(name, "bad")) for name, many in summary.counts],
-        failing=[_failing(record) for record in summary.failing],
+        failing=[_failing(group) for group in summary.groups],
+        cleared=[(record, explain.because(record), explain.escalation(record)) for record in summary.cleared],
+        headrooms=explain.headrooms(summary.green),
         rows=[_row(i, record) for i, record in enumerate(summary.records)],
         strip=_strip(summary),
         time=_time(summary),
@@ -82,12 +87,24 @@ def _breakable(case: str) -> Markup:
     return Markup(",<wbr>").join(text.clean(case).split(","))  # `join` escapes the parts
 
 
-def _failing(record: Record) -> dict[str, Any]:
+def _failing(group: Group) -> dict[str, Any]:
+    record = group.first
+    first, second = explain.leading(record)
     return {
         "r": record,
+        "first": first,
+        "second": second,
+        "others": [(other, error_text(other), shown_rerun(other)) for other in group.others],
         "outcome": outcome(record),
         "group": GROUP.get(outcome(record), "bad"),
         "error": error_text(record) if record.limit is not None else "",
+        "guesses": explain.guesses(record),
+        "escalation": explain.escalation(record),
+        "tensors": explain.tensors(record),
+        "more": explain.beyond(record) - len(explain.worst(record)),
+        "blindness": explain.blindness(record),
+        "unseen": explain.unseen(record),
+        "dormant": explain.dormant(record.dormant),
         "findings": unsaid(record),
         "command": shown_rerun(record),
         "stacks": (record.stacks or "")[:MOST_STACK_CHARACTERS],
@@ -101,6 +118,7 @@ def _row(index: int, record: Record) -> dict[str, Any]:
         "index": index,
         "outcome": outcome(record),
         "group": GROUP.get(outcome(record), "bad"),
+        "cleared": explain.cleared(record),
         "error": error_text(record),
         "headroom": headroom(record),
         "share": None if share is None else _percent(share),
@@ -193,15 +211,19 @@ class Segment:
 
 
 def _time(summary: Summary) -> list[Segment]:
-    """Where the run's time went: its cases by path, what lies between them, and the unused rest of the budget."""
+    """Where the run's time went: its cases by path, their verdicts, what lies between, and the rest of the budget."""
     spent: dict[str, float] = defaultdict(float)
+    judging = 0.0
     for record in summary.records:
         if record.wall_seconds is not None and math.isfinite(record.wall_seconds):
-            spent[record.path] += record.wall_seconds
+            cost = min(max(record.verdict_seconds or 0.0, 0.0), record.wall_seconds)
+            spent[record.path] += record.wall_seconds - cost
+            judging += cost
     if not spent:
         return []
     parts = [(text.clean(path), total, f"part{i % 4}") for i, (path, total) in enumerate(spent.items())]
-    cases = sum(spent.values())
+    parts.append(("verdicts", judging, "judging"))
+    cases = sum(spent.values()) + judging
     whole = max(summary.elapsed_seconds or 0.0, cases)
     parts.append(("between the cases", whole - cases, "between"))
     parts.append(("unused", summary.budget_seconds - whole, "unused"))

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from ci.records import EVENTS, Record
+from collections.abc import Sequence
+
+from ci.records import EVENTS, Guess, Record
+from reports import explain
 from reports.columns import headroom
+from reports.explain import Group, Table
 from reports.load import flatten
 from reports.summary import Summary, error_text, outcome, rerun_command, shown_rerun, unsaid
-from reports.text import count, md, md_block, md_code, md_table, seconds, size, times
+from reports.text import count, md, md_block, md_code, md_table, seconds, sentence, size, times
 from reports.text import number as plain
 
 MOST_STACK_CHARACTERS = 4000
 FOLD_FROM = 6  # not-run cases beyond this many are folded
 MARK = {"green": "✅", "red": "❌", "incomplete": "⚠️", "empty": "⚠️"}
-CASE_MARK = {"exact": "✅", "rounding": "✅", "inconclusive": "⚠️", "refused": "⛔", "skipped": "⏭️", "not run": "⬜"}
+CASE_MARK = {
+    "exact": "✅",
+    "rounding": "✅",
+    "inconclusive": "⚠️",
+    "wrong environment": "⚠️",
+    "refused": "⛔",
+    "skipped": "⏭️",
+    "not run": "⬜",
+}
 
 
 def render(summary: Summary) -> str:
@@ -24,7 +36,9 @@ def render(summary: Summary) -> str:
         _list([md(note) for note in summary.notes]),
         _failing(summary),
         _not_run(summary),
+        _cleared(summary),
         _cases(summary),
+        _headrooms(summary),
         _blind(summary),
         _environment(summary),
         _raw(summary),
@@ -36,7 +50,9 @@ def _facts(summary: Summary) -> str:
     plan = summary.plan
     return (
         f"Plan {md_code(plan.plan)} against {md_code(summary.target)} · {md(summary.budget_line)} · "
-        f"{', '.join(f'{many} {name}' for name, many in summary.counts) or 'no case'} · started {md(plan.started_at)}"
+        f"{', '.join(f'{many} {md(name)}' for name, many in summary.counts) or 'no case'} · "
+        + (f"{md(summary.verdict_cost)} · " if summary.verdict_cost else "")
+        + f"started {md(plan.started_at)}"
     )
 
 
@@ -45,31 +61,108 @@ def _failing(summary: Summary) -> str:
         return ""
     head = f"## {count(len(summary.failing), 'case')} not as expected"
     shared = f"All of them, and no green case, have {md_code(summary.pattern)}." if summary.pattern else ""
-    return "\n\n".join(filter(None, [head, shared, *map(_one, summary.failing)]))
+    return "\n\n".join(filter(None, [head, shared, *map(_group, summary.groups)]))
 
 
-def _one(record: Record) -> str:
+def _group(group: Group) -> str:
+    record, others = group.first, group.others
     name = outcome(record)
+    alike = f" and {count(len(others), 'case')} alike" if others else ""
+    first, second = map(md, explain.leading(record))
+    evidence = f"> {md(record.evidence) or 'no evidence was recorded'}"
+    parts = [
+        f"### {CASE_MARK.get(name, '❌')} {md(name)}: {md_code(record.case)}{alike}",
+        f"**{sentence(first)}**" if first else "",
+        _list([f"looks like {_guess(guess)}" for guess in explain.guesses(record)]),
+        sentence(second),
+        "" if record.diagnosis else evidence,  # it says where, if nothing else does
+        _table(explain.escalation(record)),
+        _table(explain.tensors(record)),
+        _more(record),
+        evidence if record.diagnosis else "",
+        " · ".join(filter(None, _facts_of(record))),
+        _list([f"**{md(f.oracle)}**: {md(f.evidence)}" for f in unsaid(record)]),
+        md_block(shown_rerun(record), "sh"),
+        _alike(others),
+        _unseen(record),
+    ]
+    if record.stacks:
+        parts.append(_fold("Stacks of the ranks", md_block(record.stacks[:MOST_STACK_CHARACTERS])))
+    return "\n\n".join(filter(None, parts))
+
+
+def _facts_of(record: Record) -> list[str]:
     facts = [f"flagged by {md(record.oracle)}" if record.oracle else ""]
     if record.limit is not None:
         of = f" ({md(record.error_of)})" if record.error_of else ""
         facts.append(f"error / limit {md(error_text(record))}{of}")
     if record.wall_seconds is not None:
         facts.append(f"{md(_wall(record))}")
-    facts += [
+    return [
+        *facts,
         f"fault {md_code(record.fault)}" if record.fault else "",
         f"patch {md_code(record.patch)}" if record.patch else "",
     ]
-    parts = [
-        f"### {CASE_MARK.get(name, '❌')} {md(name)}: {md_code(record.case)}",
-        " · ".join(filter(None, facts)),
-        f"> {md(record.evidence) or 'no evidence was recorded'}",
-        _list([f"**{md(f.oracle)}**: {md(f.evidence)}" for f in unsaid(record)]),
-        md_block(shown_rerun(record), "sh"),
+
+
+def _guess(guess: Guess) -> str:
+    named = f" ({md(guess.name)})" if guess.name else ""
+    return f"**class {guess.bug_class}**{named}" + (f": {md(guess.why)}" if guess.why else "")
+
+
+def _more(record: Record) -> str:
+    left = explain.beyond(record) - len(explain.worst(record))
+    return f"… and {count(left, 'tensor')} more beyond the limit, of {len(record.measured)}" if left > 0 else ""
+
+
+def _alike(others: Sequence[Record]) -> str:
+    if not others:
+        return ""
+    rows = [[md_code(r.case, table=True), md(error_text(r)), md_code(shown_rerun(r), table=True)] for r in others]
+    table = md_table(["case", "error / limit", "run it alone"], rows, frozenset({1}))
+    title = f"The same words, other numbers: {count(len(rows), 'case')}"
+    return _fold(title, table) if len(rows) > FOLD_FROM else f"{title}\n\n{table}"
+
+
+def _unseen(record: Record) -> str:
+    """What this case could not have seen, folded: smallest visible error by tensor, dormant classes."""
+    table, asleep = explain.unseen(record), explain.dormant(record.dormant)
+    said = explain.blindness(record)
+    parts = [sentence(md(said)), _table(table)]
+    parts.append(_list([f"{md(classes)} of bugs: {md(reason)}" for reason, classes in asleep]))
+    body = "\n\n".join(filter(None, parts))
+    return _fold("What this case could not have seen", body) if body else ""
+
+
+def _cleared(summary: Summary) -> str:
+    """Green cases that were beyond a limit at their own precision: why they are green all the same."""
+    if not summary.cleared:
+        return ""
+    parts = []
+    for record in summary.cleared:
+        parts += [
+            f"{md_code(record.case)}: {sentence(md(explain.because(record)))}",
+            _table(explain.escalation(record)),
+        ]
+    body = "\n\n".join(parts)
+    title = f"{count(len(summary.cleared), 'case')} beyond a limit and rounding all the same"
+    return f"## {title}\n\n" + (_fold("Show them", body) if len(summary.cleared) > FOLD_FROM else body)
+
+
+def _headrooms(summary: Summary) -> str:
+    table = explain.headrooms(summary.green)
+    title = f"Headroom and visibility of {count(len(table.rows), 'green case')}" if table else ""
+    return _fold(title, _table(table)) if table else ""
+
+
+def _table(table: Table | None) -> str:
+    if table is None:
+        return ""
+    cells = [
+        [md_code(cell, table=True) if place in table.code else md(cell) for place, cell in enumerate(row)]
+        for row in table.rows
     ]
-    if record.stacks:
-        parts.append(_fold("Stacks of the ranks", md_block(record.stacks[:MOST_STACK_CHARACTERS])))
-    return "\n\n".join(filter(None, parts))
+    return md_table([md(name) for name in table.head], cells, table.right)
 
 
 def _not_run(summary: Summary) -> str:
@@ -90,25 +183,40 @@ def _wall(record: Record) -> str:
     return f"{seconds(record.wall_seconds)} of {seconds(record.budget_seconds)}"
 
 
+def _cost(record: Record) -> str:
+    return seconds(record.verdict_seconds)
+
+
 def _cases(summary: Summary) -> str:
     if not summary.records:
         return ""
     rows = []
     for record in summary.records:
-        name = outcome(record)
+        name, higher = outcome(record), explain.cleared(record)
         rows.append(
             [
                 md_code(record.case, table=True),
-                f"{CASE_MARK.get(name, '❌')} {md(name)}",
+                f"{CASE_MARK.get(name, '❌')} {md(name)}" + (f" at {md(higher)}" if higher else ""),
                 md(error_text(record)),
                 times(headroom(record)),
                 seconds(record.seconds_per_step),
                 plain(record.tokens_per_second),
                 size(record.peak_memory_bytes),
                 _wall(record),
+                _cost(record),
             ]
         )
-    head = ["case", "verdict", "error / limit", "headroom", "s/step", "tokens/s", "peak memory", "wall of budget"]
+    head = [
+        "case",
+        "verdict",
+        "error / limit",
+        "headroom",
+        "s/step",
+        "tokens/s",
+        "peak memory",
+        "wall of budget",
+        "judging",
+    ]
     return "## All cases\n\n" + md_table(head, rows, frozenset(range(2, len(head))))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from ci.records import GREEN, Finding, Record, RunRow, expected, over_budget
+from ci.records import GREEN, Finding, Record, RunRow, over_budget
 from reports import explain
 from reports.columns import error_unit
 from reports.explain import Group, as_expected
@@ -423,7 +423,7 @@ def _oddities(loaded: Loaded) -> list[str]:
     notes: list[str] = []
     if run.end is None:
         notes.append("no end row: the run was killed, or is still going")
-    elif run.end.reason != "complete" or (run.end.exit_code != 0 and all(map(expected, run.records))):
+    elif run.end.reason != "complete" or (run.end.exit_code != 0 and all(map(as_expected, run.records))):
         message = f": {run.end.message}" if run.end.message else ""
         notes.append(f"the run ended with reason {run.end.reason}, exit code {run.end.exit_code}{message}")
     strangers = len(run.records) - len(run.plan.cases)

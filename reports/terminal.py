@@ -11,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ci.records import Record
+from reports import explain
 from reports.columns import headroom
+from reports.explain import Group
 from reports.summary import Summary, error_text, outcome, shown_rerun
 from reports.text import clean, count, number, seconds, shorten, size, times
 
@@ -20,6 +22,7 @@ STYLES = {
     "rounding": "green",
     "inconclusive": "yellow",
     "refused": "yellow",
+    "wrong environment": "bold yellow",
     "skipped": "yellow",
     "not run": "dim",
     "green": "bold green",
@@ -28,7 +31,8 @@ STYLES = {
 BAD = "bold red"
 NARROW, MEDIUM, WIDE, VERY_WIDE = 72, 100, 130, 150  # columns of the terminal
 MOST_FAILING = 10
-MOST_EVIDENCE = 600
+MOST_EVIDENCE = 600  # characters; half of them under a diagnosis
+MOST_ALIKE = 3
 
 
 def print_report(summary: Summary, console: Console | None = None) -> None:
@@ -38,14 +42,19 @@ def print_report(summary: Summary, console: Console | None = None) -> None:
         console.print(_table(summary, console.width))
     for note in summary.notes:
         console.print(Text(f"note: {clean(note)}", style="yellow"))
-    for record in summary.failing[:MOST_FAILING]:
-        _failing(console, record)
-    left = len(summary.failing) - MOST_FAILING
+    for record in summary.cleared[:MOST_FAILING]:
+        text = f"{clean(record.case)}: {clean(explain.because(record))}: {clean(explain.chain(record))}"
+        console.print(Text(f"note: {text}"))
+    for group in summary.groups[:MOST_FAILING]:
+        _failing(console, group)
+    left = sum(len(group.records) for group in summary.groups[MOST_FAILING:])
     if left > 0:
         console.print(Text(f"and {left} more, in report.md", style="dim"))
     console.print(Rule(style="dim"))
     console.print(Text(f"{clean(summary.headline)}. ", style=STYLES.get(summary.state, BAD)), soft_wrap=False)
     console.print(Text(f"{clean(summary.plan.plan)} against {clean(summary.target)}, {summary.budget_line}"))
+    if summary.verdict_cost:
+        console.print(Text(summary.verdict_cost, style="dim"))
     if summary.exit_code:
         console.print(Text(f"Next: {clean(summary.next_step)}"))
         if summary.next_command:
@@ -54,18 +63,49 @@ def print_report(summary: Summary, console: Console | None = None) -> None:
             )  # one line, to be copied
 
 
-def _failing(console: Console, record: Record) -> None:
-    name = outcome(record)
+def _failing(console: Console, group: Group) -> None:
+    record, name = group.first, outcome(group.first)
     head = Text(f"{name} ", style=STYLES.get(name, BAD))
     head.append(clean(record.case), style="bold")
     if record.oracle:
         head.append(f"  flagged by {clean(record.oracle)}", style="default")
     console.print()
     console.print(head)
-    console.print(
-        Padding(Text(shorten(clean(record.evidence), MOST_EVIDENCE) or "no evidence was recorded"), (0, 0, 0, 2))
-    )
+    most = MOST_EVIDENCE // 2 if record.diagnosis else MOST_EVIDENCE
+    evidence = shorten(clean(record.evidence), most) or "no evidence was recorded"
+    likely = explain.classes(explain.guesses(record))
+    first, second = explain.leading(record)
+    lines = [
+        (first, "bold"),
+        (f"looks like {likely}" if likely else "", "bold"),
+        (second, ""),
+        (explain.chain(record), ""),
+        (_worst(record), ""),
+        (evidence, "dim" if record.diagnosis else ""),
+        (_alike(group), ""),
+    ]
+    for text, style in lines:
+        if text:
+            console.print(Padding(Text(clean(text), style=style), (0, 0, 0, 2)))
     console.print(Text(f"  {clean(shown_rerun(record))}", style="cyan"), soft_wrap=True)
+
+
+def _worst(record: Record) -> str:
+    """The worst tensor in one line, where the evidence is not all that there is."""
+    found = explain.worst(record)[:1]
+    if not found or not (record.escalation or record.diagnosis):
+        return ""
+    m = found[0]
+    error = "not finite" if m.error is None else number(m.error)
+    return f"worst: {explain.how_far(m)}; relative error {error}, rounding gives {number(m.predicted)} (step {m.step})"
+
+
+def _alike(group: Group) -> str:
+    others = [record.case for record in group.others]
+    if not others:
+        return ""
+    more = f" and {len(others) - MOST_ALIKE} more, in report.md" if len(others) > MOST_ALIKE else ""
+    return f"{count(len(others), 'case')} alike: {'; '.join(others[:MOST_ALIKE])}{more}"
 
 
 def _table(summary: Summary, width: int) -> Table:

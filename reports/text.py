@@ -35,6 +35,11 @@ def shorten(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 2].rstrip() + " …"
 
 
+def sentence(text: str) -> str:
+    """`text` with a full stop, where it ends without one."""
+    return text if not text or text[-1] in ".!?…" else f"{text}."
+
+
 def number(value: float | None) -> str:
     """Three significant digits."""
     if value is None:

@@ -371,7 +371,6 @@ class Painter:
                     return found
         return first
 
-
     @staticmethod
     def _projection_alone(own: Terms, run: Tensor, tolerance: float) -> Fit | None:
         """Of a tied weight whose lookup is not explained: the projection, from the rows that no token looks up."""
@@ -384,7 +383,6 @@ class Painter:
             return None
         found = fit(run[rows], {term: value[rows] for term, value in projections.items()}, tolerance, "projection")
         return found if found.explained and not found.degenerate else None
-
 
 
 def _through_head(painter: Painter, name: str, view: _View, own: Terms) -> Terms:
@@ -421,9 +419,7 @@ def _other_tensor(painter: Painter, name: str, view: _View, own: Terms) -> Terms
     for other, parameter in painter.twin.parameters.items():
         if other in (name, EMBEDDING, HEAD) or parameter.shape != painter.twin.parameters[name].shape:
             continue
-        theirs = {
-            dataclasses.replace(t, part=other): view.cut(v) for t, v in painter.twin.terms(other).items()
-        }
+        theirs = {dataclasses.replace(t, part=other): view.cut(v) for t, v in painter.twin.terms(other).items()}
         found = fit(view.value, {**own, **theirs}, 0.0)
         if found.residual < best[0]:
             best = (found.residual, {**own, **theirs})
@@ -485,9 +481,7 @@ def _described(case: Case, step: int, found: Places, sizes: Sequence[int], vocab
             short = min(sizes)
             if wrong <= {s + i for s, size in zip(starts, sizes, strict=True) for i in range(short, size)}:
                 lie.append("rows that longer shards have beyond the shortest")
-    shard = next(
-        (r for r, s in enumerate(starts) if len(sizes) > 1 and wrong <= set(range(s, s + sizes[r]))), None
-    )
+    shard = next((r for r, s in enumerate(starts) if len(sizes) > 1 and wrong <= set(range(s, s + sizes[r]))), None)
     if shard is not None:
         lie.append(f"rows of tensor-parallel rank {shard}'s shard")
     if vocabulary and len(wrong) < found.extent:
@@ -521,7 +515,8 @@ def portraits(e: Evidence, step: int) -> list[Portrait]:
     flagged = {
         c.deviation.name: c.deviation
         for c in e.comparisons
-        if c.oracle == "gradient" and c.step == step
+        if c.oracle == "gradient"
+        and c.step == step
         and (not c.deviation.score <= 1 or not e.gradients[step][c.deviation.name].replicas_equal)
     }
     painter = Painter(e, step)

@@ -889,7 +889,9 @@ def _shard_only(s: Symptoms) -> bool:
 
 
 def _mixed(s: Symptoms, value: float) -> bool:
-    return any(len(f.coefficients) > 1 and all(_is(v, value) for v in f.coefficients.values()) for f in s.family("shards"))
+    return any(
+        len(f.coefficients) > 1 and all(_is(v, value) for v in f.coefficients.values()) for f in s.family("shards")
+    )
 
 
 def _tokens_of_one_shard(s: Symptoms) -> bool:
@@ -898,9 +900,10 @@ def _tokens_of_one_shard(s: Symptoms) -> bool:
         return False
     ends = [sum(_sizes(s.case)[: i + 1]) for i in range(s.case.tp)]
     near = [0, *ends]
-    return any(
-        all(a - 1 <= t <= b for t in s.forward.first_tokens) for a, b in zip(near, ends, strict=False) if b > a
-    ) and s.case.tp > 1
+    return (
+        any(all(a - 1 <= t <= b for t in s.forward.first_tokens) for a, b in zip(near, ends, strict=False) if b > a)
+        and s.case.tp > 1
+    )
 
 
 NO_NUMBER = ("nan", "inf", "not finite")
@@ -1159,7 +1162,11 @@ def _coefficients_fact(s: Symptoms, found: Fit, part: str) -> str:
     if found.factor is not None:
         return f"the gradient of {part} is {found.factor:.3g} times what it should be"
     axis, word = next(
-        ((a, w) for a, w in (("part", ""), ("dp_rank", "data-parallel rank "), ("micro", "micro-batch ")) if a in found.varies),
+        (
+            (a, w)
+            for a, w in (("part", ""), ("dp_rank", "data-parallel rank "), ("micro", "micro-batch "))
+            if a in found.varies
+        ),
         ("", ""),
     )
     if not axis:

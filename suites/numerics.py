@@ -10,7 +10,8 @@ References: Higham & Mary 2019, "A new approach to probabilistic rounding error 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class Deviation:
         sees: smallest relative error of the whole tensor that would have been flagged; infinite where the reference is
             zero or not finite.
         coherence: cosine of the angle between error and reference, from 0 to 1: near 0 for rounding, 1 for a factor.
+        scopes: deviation in predicted sigmas in every scope that was looked at, for the calibration; empty where there
+            is but one, or where the deviation is not finite.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Deviation:
     rows_wrong: float
     sees: float
     coherence: float = 0.0
+    scopes: Mapping[str, float] = field(default_factory=dict)
 
 
 def deviation(name: str, run: Tensor, reference: Tensor, noise: Tensor, u: float) -> Deviation:
@@ -90,6 +94,7 @@ def deviation(name: str, run: Tensor, reference: Tensor, noise: Tensor, u: float
         rows_wrong=float(wrong.double().mean()) if finite else 1.0,
         sees=LIMITS["tensor"] * sigma / scale if scale and told else math.inf,
         coherence=cosine(error, reference) if finite and told else 0.0,
+        scopes={key: ratio * LIMITS[key] for key, ratio in ratios.items()} if finite else {},
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Sequence
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from ci.records import (
     ENVIRONMENT,
@@ -21,6 +24,10 @@ from ci.records import (
     StartedRow,
     write_whole,
 )
+from reports import html
+from reports.load import load
+from reports.summary import summarize
+from reports.terminal import print_report
 
 ENVIRONMENT_OF_TEST = {"python": "3.11.7", "packages": {"torch": "2.13.0"}, "switches": {"tf32": False}}
 STAMP = "2026-01-01T00:00:10+00:00"
@@ -106,3 +113,58 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         return directory
 
     return make
+
+
+def _terminal(directory: Path, width: int = 140) -> str:
+    stream = io.StringIO()
+    print_report(summarize(load(directory)), Console(file=stream, width=width, force_terminal=False, color_system=None))
+    return stream.getvalue()
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page; a start tag without its end tag is an error."""
+
+    VOID = frozenset({"meta", "input", "rect", "line", "br", "wbr"})
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.text.append(data)
+
+    def has(self, words: str) -> bool:
+        return words in " ".join("".join(self.text).split())
+
+
+def _page(directory: Path) -> Page:
+    return Page(html.render(summarize(load(directory))))
+
+
+@pytest.fixture
+def terminal() -> Callable[..., str]:
+    """terminal(directory, width=140) -> what is printed."""
+    return _terminal
+
+
+@pytest.fixture
+def page() -> Callable[[Path], Page]:
+    """page(directory) -> the HTML report."""
+    return _page

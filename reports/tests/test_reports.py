@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from ci.records import EVENTS, Finding, LogError
 from reports import html, markdown
 from reports.load import load
 from reports.summary import outcome, summarize
-from reports.terminal import print_report
 from reports.write import write_report
 
 A = "handwritten:tie=tied,head=vocab,zero=0"
@@ -26,50 +22,7 @@ HOSTILE = (
 )
 
 
-def terminal(directory: Path, width: int = 140) -> str:
-    stream = io.StringIO()
-    print_report(summarize(load(directory)), Console(file=stream, width=width, force_terminal=False, color_system=None))
-    return stream.getvalue()
-
-
-class Page(HTMLParser):
-    """Tags, attributes and text of a page; a start tag without its end tag is an error."""
-
-    VOID = frozenset({"meta", "input", "rect", "line", "br", "wbr"})
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data) -> None:
-        if self.open and self.open[-1] not in ("style", "script"):
-            self.text.append(data)
-
-    def has(self, words: str) -> bool:
-        return words in " ".join("".join(self.text).split())
-
-
-def page(directory: Path) -> Page:
-    return Page(html.render(summarize(load(directory))))
-
-
-def test_green(make_run, record) -> None:
+def test_green(make_run, record, page, terminal) -> None:
     directory = make_run("green", [record(A), record(B, verdict="exact")])
     summary = write_report(directory)
     assert summary.exit_code == 0
@@ -78,7 +31,7 @@ def test_green(make_run, record) -> None:
     assert text.splitlines()[0] == (
         "✅ **GREEN: all 2 cases are as expected (1 rounding, 1 exact).** Next: nothing to do."
     )
-    assert f"| `{A}` | ✅ rounding | 0.5 / 5 sigma | 10× | 20 ms | 1,600 | 400 MiB | 1.25 s of 20 s |" in text  # noqa: RUF001
+    assert f"| `{A}` | ✅ rounding | 0.5 / 5 sigma | 10× | 20 ms | 1,600 | 400 MiB | 1.25 s of 20 s | \u2013 |" in text  # noqa: RUF001
     assert "60 s of 2 min 00 s budget (50%)" in text
     assert "not as expected" not in text
     assert "`packages.torch` | `2.13.0`" in text
@@ -88,7 +41,7 @@ def test_green(make_run, record) -> None:
     assert "GREEN: all 2 cases" in terminal(directory)
 
 
-def test_bug_comes_with_oracle_evidence_command_and_pattern(make_run, record) -> None:
+def test_bug_comes_with_oracle_evidence_command_and_pattern(make_run, record, page, terminal) -> None:
     findings = (Finding(oracle="tie", flagged=True, evidence="two Parameters after 'sharded'"),)
     bug = {"verdict": "bug", "oracle": "tie, gradient", "evidence": "gradient off by 0.97", "findings": findings}
     directory = make_run("bug", [record(A), record(B, **bug), record(C, **bug), record(D)], exit_code=1)
@@ -104,7 +57,8 @@ def test_bug_comes_with_oracle_evidence_command_and_pattern(make_run, record) ->
     )
     command = f"tiebench run --case '{B}' --target 'deepspeed==0.19.8'"
     assert rest.lstrip().startswith(f"```sh\n{command}\n```")
-    section = text[text.index("### ❌ bug: `" + B) : text.index("### ❌ bug: `" + C)]
+    section = text[text.index("### ❌ bug: `" + B) : text.index("## All cases")]
+    assert f"### ❌ bug: `{B}` and 1 case alike\n\nNo rounding: tie asks yes or no, whatever the precision." in section
     assert "flagged by tie, gradient" in section
     assert "> gradient off by 0.97" in section
     assert "- **tie**: two Parameters after 'sharded'" in section
@@ -116,7 +70,7 @@ def test_bug_comes_with_oracle_evidence_command_and_pattern(make_run, record) ->
     assert command in printed
 
 
-def test_crash_hang_refused_skipped_in_order_of_severity(make_run, record) -> None:
+def test_crash_hang_refused_skipped_in_order_of_severity(make_run, record, page) -> None:
     nothing = {"error": None, "limit": None, "headroom": None, "findings": ()}
     records = [
         record(A, verdict="refused", evidence="NotImplementedError: tied row", **nothing),
@@ -142,7 +96,7 @@ def test_not_finite_error_is_beyond_the_limit(make_run, record) -> None:
     assert summarize(load(directory)).tightest[0].case == B
 
 
-def test_killed_run_shows_finished_lost_and_not_run(make_run, record) -> None:
+def test_killed_run_shows_finished_lost_and_not_run(make_run, record, page, terminal) -> None:
     directory = make_run("killed", [record(A)], plan=[A, B, C], started=[B], end=None, environment=None, tail=b'{"ev')
     summary = write_report(directory)
     assert summary.state == "incomplete"
@@ -184,7 +138,7 @@ def test_exit_code_of_the_run_is_believed(make_run, record) -> None:
     assert "exit code 1" in summary.headline
 
 
-def test_empty_plan_is_not_green(make_run) -> None:
+def test_empty_plan_is_not_green(make_run, page, terminal) -> None:
     directory = make_run("empty")
     summary = write_report(directory)
     assert summary.state == "empty"
@@ -265,10 +219,10 @@ def test_hostile_strings_in_markdown(make_run, record) -> None:
     assert not re.search(r"^# heading", prose, re.M)
     table = [line for line in text.splitlines() if line.startswith("| ````deepspeed:")]
     assert len(table) == 1
-    assert len(re.findall(r"(?<!\\)\|", table[0])) == 9  # eight cells, whatever the text has
+    assert len(re.findall(r"(?<!\\)\|", table[0])) == 10  # nine cells, whatever the text has
 
 
-def test_hostile_strings_in_html(make_run, record) -> None:
+def test_hostile_strings_in_html(make_run, record, page) -> None:
     shown = page(hostile_run(make_run, record))
     assert [tag for tag, _ in shown.tags].count("script") == 1
     assert not any(name.startswith("on") for _, attributes in shown.tags for name in attributes)
@@ -277,13 +231,13 @@ def test_hostile_strings_in_html(make_run, record) -> None:
     assert not any("\x1b" in part for part in shown.text)
 
 
-def test_hostile_strings_in_the_terminal(make_run, record) -> None:
+def test_hostile_strings_in_the_terminal(make_run, record, terminal) -> None:
     printed = terminal(hostile_run(make_run, record), 200)
     assert "\x1b" not in printed
     assert "\\x1b[31m[bold]red[/bold]" in printed
 
 
-def test_html_is_self_contained(make_run, record) -> None:
+def test_html_is_self_contained(make_run, record, page) -> None:
     directory = make_run("page", [record(A), record(B, verdict="bug", error=50.0, headroom=0.1)], exit_code=1)
     shown = page(directory)
     for tag, attributes in shown.tags:
@@ -313,7 +267,7 @@ def test_html_policy_names_the_script_that_is_there(make_run, record) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 140, 200])
-def test_terminal_keeps_every_row_at_every_width(make_run, record, width: int) -> None:
+def test_terminal_keeps_every_row_at_every_width(make_run, record, terminal, width: int) -> None:
     long = "handwritten:tie=untied,head=gathered,zero=2,hidden=35,vocab=67,optimizer=adamw,accumulate=2"
     printed = terminal(make_run("wide", [record(A), record(B), record(long)]), width)
     assert printed.count("rounding") >= 3
@@ -335,7 +289,7 @@ def test_report_replaces_the_old_one_and_says_why_it_cannot(make_run, record, tm
         write_report(tmp_path / "nothing")
 
 
-def test_a_fault_that_was_not_caught_is_red(make_run, record) -> None:
+def test_a_fault_that_was_not_caught_is_red(make_run, record, terminal) -> None:
     directory = make_run(
         "fault", [record(A), record(B, fault="copied_tie", evidence="fault copied_tie was not caught")]
     )
@@ -347,7 +301,7 @@ def test_a_fault_that_was_not_caught_is_red(make_run, record) -> None:
         assert "fault copied" in text
 
 
-def test_a_green_record_that_contradicts_itself_is_red(make_run, record) -> None:
+def test_a_green_record_that_contradicts_itself_is_red(make_run, record, terminal) -> None:
     directory = make_run("odd", [record(A, error=99.0, headroom=5 / 99)])
     summary = write_report(directory)
     assert (summary.state, summary.exit_code) == ("red", 1)
@@ -362,7 +316,7 @@ def test_a_case_over_its_limit_is_told_in_the_headline(make_run, record) -> None
     assert f"1 case took longer than the case's own limit: {A}" in summary.notes
 
 
-def test_headroom_of_a_bug_is_short(make_run, record) -> None:
+def test_headroom_of_a_bug_is_short(make_run, record, page) -> None:
     directory = make_run("far", [record(A, verdict="bug", error=2.7e6, headroom=5 / 2.7e6)], exit_code=1)
     write_report(directory)
     assert "| <0.001× |" in (directory / "report.md").read_text()  # noqa: RUF001

@@ -99,6 +99,23 @@ def tie_found_by_first_name() -> list[Replacement]:
     return [(hw, "shard_model", broken)]
 
 
+@TABLE.fault(
+    2,
+    needs="tie_when=after_shard",
+    case=VOCAB + ",tie_when=after_shard",
+    invisible=VOCAB,
+    caught_by=("tie", "gradient"),
+)
+def replaced_after_the_tie() -> list[Replacement]:
+    """The head is replaced once more after the sharded model was tied, with the shard that it had before."""
+
+    def change(model: Decoder, case: Case, mesh: hw.Mesh) -> None:
+        if case.tied and case.tie_when == "after_shard":
+            separate(model.lm_head)
+
+    return [after_sharding(change)]
+
+
 @TABLE.fault(3, needs="tie=untied", case=UNTIED_ROW, invisible=EVEN_ROW, caught_by=("tie", "census"))
 def unwanted_tie() -> list[Replacement]:
     """An untied model is tied after it was sharded."""
@@ -133,6 +150,26 @@ def resized_embedding() -> list[Replacement]:
         if extra := -len(old) % 8:
             grown = torch.cat([old.detach(), old.new_zeros(extra, old.shape[1])])
             model.get_submodule("embed_tokens").weight = nn.Parameter(grown[: len(old)].clone())
+
+    return [(models, "load_weights", broken)]
+
+
+@TABLE.fault(
+    26,
+    needs="padding_idx, tie=tied",
+    case=VOCAB + ",padding_idx=3",
+    invisible=VOCAB,
+    caught_by=("tie", "gradient"),
+)
+def embedding_made_anew_for_padding() -> list[Replacement]:
+    """A padding row is set after loading by making the embedding anew from the old one's values."""
+    original = models.load_weights
+
+    def broken(model: nn.Module, weights: Any) -> None:
+        original(model, weights)
+        embedding: Any = model.get_submodule("embed_tokens")
+        if embedding.padding_idx is not None:
+            embedding.weight = nn.Parameter(embedding.weight.detach().clone())
 
     return [(models, "load_weights", broken)]
 

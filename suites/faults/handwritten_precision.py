@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from suites import train
 from suites.faults.pieces import DP, EVEN_ROW, EVEN_VOCAB, ONE_RANK, ONE_RANK_VOCAB, ROW, VOCAB, size_of, using
 from suites.faults.table import Replacement, Table
 from suites.paths import handwritten as hw
@@ -180,3 +181,21 @@ def bf16_flat_part() -> list[Replacement]:
             self.own.data.copy_(self.own.data.to(LOW))
 
     return [(hw.ZeroPartitioned, "publish", broken)]
+
+
+@TABLE.fault(
+    28,
+    needs="dtype=float32",
+    case=ROW,
+    invisible=ROW + ",dtype=float64",
+    caught_by=("switches", "precision"),
+)
+def autocast_left_on() -> list[Replacement]:
+    """Autocast to bf16 is on in every rank, left by whoever used the process before."""
+    original = train.run_rank
+
+    def broken(case: Any, device: torch.device, *args: Any, **others: Any) -> Any:
+        with torch.autocast(device.type, LOW):
+            return original(case, device, *args, **others)
+
+    return [(train, "run_rank", broken)]

@@ -603,7 +603,6 @@ class ZeroPartitioned(DataParallel):
             at = self.offsets[name]
             parameter.copy_(flat[at : at + parameter.numel()].view_as(parameter))
 
-
     def saved(self) -> checkpoints.Section:
         """What a checkpoint holds of this rank's part of each weight and of its moments."""
         slots, counts = checkpoints.moments(self.optimizer.state[self.own])

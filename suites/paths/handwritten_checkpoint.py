@@ -68,7 +68,7 @@ def read(directory: Path, ranks: int) -> list[dict[str, Any]]:
     """
     if (count := len(list(directory.glob("*.pt")))) != ranks:
         raise FileNotFoundError(
-            f"{directory} holds the files of {count} of {ranks} ranks: set TMPDIR to a directory that all ranks can reach"
+            f"{directory} holds the files of {count} of {ranks} ranks: set TMPDIR to a directory that all can reach"
         )
     files = [torch.load(path, weights_only=True, map_location="cpu") for path in sorted(directory.glob("*.pt"))]
     return sorted(files, key=lambda content: (content["tp_rank"], content["dp_rank"]))

@@ -1,4 +1,4 @@
-"""Faults: each is caught where it must be, and is not there at all where it says so; together they cover the classes."""
+"""Faults: each is caught where it must be, and is not there where it says so; together they cover the classes."""
 
 from __future__ import annotations
 
