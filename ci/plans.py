@@ -149,6 +149,24 @@ PR = Plan(
         _select("bias", BOTH, sizes=(UNEVEN,), tie=TIES, head=SHARDED, head_bias="yes"),
         _select("frozen parts", BOTH, tie="tied", head=SHARDED, frozen=("body", "embedding")),
         _select("layout of the activation", BOTH, sizes=(UNEVEN,), tie=TIES, head=SHARDED, activation="transposed"),
+        _select(
+            "lower precisions",
+            "handwritten",
+            sizes=(UNEVEN,),
+            tie="tied",
+            head=SHARDED,
+            dtype=("bfloat16", "float16"),
+            zero=(0, 2),
+        ),
+        _select("TF32", BOTH, sizes=(UNEVEN,), tie="tied", head=SHARDED, matmul="tf32"),
+        _select(
+            "other losses", BOTH, sizes=(UNEVEN,), tie="tied", head=SHARDED, loss=("smoothed", "z_loss", "weighted")
+        ),
+        _select(
+            "recomputed activations", BOTH, sizes=(UNEVEN,), tie="tied", head=SHARDED, recompute=("blocks", "head")
+        ),
+        _select("saved, torn down, loaded", BOTH, sizes=(UNEVEN,), tie=TIES, head=SHARDED, resume="reload"),
+        _select("large logits", BOTH, tie="tied", head=SHARDED, logit_scale=20.0),
     ),
 )
 
@@ -189,6 +207,31 @@ NIGHTLY = Plan(
             tie_when=("after_load", "meta", "after_shard"),
         ),
         _select("frozen parts over ZeRO", BOTH, tie="tied", head=SHARDED, zero=(1, 2, 3), frozen=("body", "embedding")),
+        _select(
+            "lower precisions over ZeRO, two by two ranks, accumulated and clipped",
+            "handwritten",
+            sizes=(UNEVEN,),
+            tie=TIES,
+            head=SHARDED,
+            dtype=("bfloat16", "float16"),
+            zero=(0, 1, 2),
+            dp=2,
+            clip=0.5,
+            accumulate=2,
+            optimizer="adamw",
+        ),
+        _select("TF32, rounded and cut", BOTH, sizes=SIZES, tie=TIES, head=HEADS, matmul=("tf32", "tf32_truncated")),
+        _select(
+            "loaded over ZeRO, with moments",
+            BOTH,
+            sizes=(UNEVEN,),
+            tie="tied",
+            head=SHARDED,
+            zero=(0, 1, 2),
+            dp=2,
+            resume="reload",
+            optimizer=("momentum", "adamw"),
+        ),
         _select("double precision", "handwritten", sizes=SIZES, tie=TIES, head=HEADS, zero=(0, 1, 2), dtype="float64"),
     ),
 )

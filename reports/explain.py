@@ -194,7 +194,9 @@ def because(record: Record) -> str:
     if verdict == "bug":
         return _why_bug(record, own)
     if verdict == "bug: precision":
-        said = "Precision is lost where it should not be: something is computed or kept in a lower one than asked"
+        seen_by = [f.evidence for f in record.findings if f.flagged and f.oracle == PRECISION_ORACLE]
+        what = "; ".join(seen_by) or "something is computed or kept in a lower one than asked"
+        said = f"Precision is lost where it should not be: {what}"
         if higher := next((r.arithmetic for r in reversed(record.escalation) if r.verdict in GREEN), ""):
             return f"{said}; at {higher} the same program is right"
         return said

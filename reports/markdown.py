@@ -59,7 +59,8 @@ def _facts(summary: Summary) -> str:
 def _failing(summary: Summary) -> str:
     if not summary.failing:
         return ""
-    head = f"## {count(len(summary.failing), 'case')} not as expected"
+    kinds = f", of {len(summary.groups)} kinds" if 1 < len(summary.groups) < len(summary.failing) else ""
+    head = f"## {count(len(summary.failing), 'case')} not as expected{kinds}"
     shared = f"All of them, and no green case, have {md_code(summary.pattern)}." if summary.pattern else ""
     return "\n\n".join(filter(None, [head, shared, *map(_group, summary.groups)]))
 

@@ -13,6 +13,7 @@ Runs with an even seed set the limits (`suites.limits`); those with an odd seed 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections import Counter, defaultdict
@@ -117,7 +118,7 @@ class Run:
     """What became of a job.
 
     Args:
-        arithmetic: precision of the case; target: the build that ran.
+        arithmetic: precision of the case; target: the build that ran; tiebench: version of this program.
         verdict: after escalation; flagged: oracles that flagged the case's own run.
         worst: scope -> largest deviation in sigmas (None: not finite); where: scope -> comparison that showed it.
         errors, sees: "oracle tensor" -> relative error of its worst step, and the smallest that would be flagged
@@ -130,6 +131,7 @@ class Run:
     change: str
     arithmetic: str
     target: str
+    tiebench: str
     verdict: str
     flagged: tuple[str, ...] = ()
     worst: Mapping[str, float | None] = field(default_factory=dict)
@@ -157,7 +159,12 @@ class Run:
     @property
     def seen(self) -> bool:
         """Something was wrong with it: an oracle flagged, or the run did not end."""
-        return bool(self.flagged) or self.verdict not in (*GREEN, "inconclusive", "refused")
+        return bool(self.flagged) or self.verdict not in (*GREEN, "inconclusive")
+
+    @property
+    def refused(self) -> bool:
+        """A framework refused the case, clearly and on every rank: nothing ran."""
+        return self.verdict == "refused" and self.path != PATH
 
     @property
     def bug(self) -> bool:
@@ -208,15 +215,17 @@ def _nulls(size: Size, precisions: Sequence[str], ranks: int) -> Iterator[Job]:
         for seed in range(count):
             for precision in precisions:
                 random_ = random.Random(f"{kind} {precision} {seed}")
-                case = drawn(random_, values, precision, seed, ranks, LARGEST[kind])
+                case = at(drawn(random_, values, ranks, LARGEST[kind]).but(seed=seed), precision)
                 changes = [c.name for c in HARMLESS.values() if c.path == PATH and not c.caught_by]
                 yield Job("null", case.id, random_.choice(changes) if random_.random() < CHANGED else "")
 
 
-def drawn(
-    source: random.Random, values: Mapping[str, Sequence[Any]], precision: str, seed: int, ranks: int, largest: int
-) -> Case:
-    """A case of the hand-written path: one value a factor, drawn again until the combination can be run."""
+def drawn(source: random.Random, values: Mapping[str, Sequence[Any]], ranks: int, largest: int) -> Case:
+    """A case of the hand-written path: one value a factor, drawn again until the combination can be run.
+
+    Args:
+        ranks: at most so many; largest: hidden times vocabulary is at most this.
+    """
     while True:
         chosen = {name: source.choice(list(of)) for name, of in values.items()}
         chosen["tp"], chosen["dp"] = chosen.pop("mesh")
@@ -226,10 +235,8 @@ def drawn(
             chosen["tie_when"] = "construction"
         if chosen["tp"] * chosen["dp"] > ranks or chosen["hidden"] * chosen["vocab"] > largest:
             continue
-        try:
-            return at(Case(PATH, seed=seed, **chosen), precision)
-        except CaseError:
-            continue
+        with contextlib.suppress(CaseError):
+            return Case(PATH, **chosen)
 
 
 def _harmless(size: Size, precisions: Sequence[str]) -> Iterator[Job]:
@@ -251,7 +258,7 @@ def _graded(size: Size, precisions: Sequence[str]) -> Iterator[Job]:
 def _faults(size: Size, precisions: Sequence[str]) -> Iterator[Job]:
     mine = [fault for fault in FAULTS.values() if fault.path == PATH and "hang" not in fault.caught_by]
     for number, precision in enumerate(p for p in LOW if p in precisions and p != "tf32_truncated"):
-        for fault in mine[number :: size.every]:
+        for fault in mine[number % size.every :: size.every]:
             for wanted in ("float64", precision):
                 yield Job("fault", at(Case.parse(fault.case), wanted).id, fault.name)
 
@@ -324,7 +331,7 @@ def _at_most(failures: int, runs: int, rate: float) -> float:
 
 def read_off(runs: Sequence[Run]) -> Result:
     """Tables and problems from all runs."""
-    nulls = [run for run in runs if run.kind == "null" and run.verdict != "refused"]
+    nulls = [run for run in runs if run.kind == "null"]
     effects = {(_twin(run), run.change): run.errors for run in runs if run.arithmetic == "float64"}
     problems: list[str] = []
     tables = [
@@ -349,11 +356,12 @@ def _by(runs: Iterable[Run], *keys: str) -> dict[tuple[Any, ...], list[Run]]:
     found: dict[tuple[Any, ...], list[Run]] = defaultdict(list)
     for run in runs:
         found[tuple(getattr(run, key) for key in keys)].append(run)
-    return dict(sorted(found.items(), key=lambda item: (item[0][0], _rank(item[0]))))
+    return dict(sorted(found.items(), key=lambda item: tuple(map(_place, item[0]))))
 
 
-def _rank(key: tuple[Any, ...]) -> int:
-    return next((ARITHMETICS.index(part) for part in key if part in ARITHMETICS), 0)
+def _place(key: Any) -> Any:
+    """For sorting: precisions go from fine to coarse."""
+    return ARITHMETICS.index(key) if key in ARITHMETICS else key
 
 
 def _alarms(nulls: Sequence[Run], problems: list[str]) -> Table:
@@ -362,20 +370,22 @@ def _alarms(nulls: Sequence[Run], problems: list[str]) -> Table:
     for path in dict.fromkeys(run.path for run in nulls):
         groups[path, "all"] = [run for run in nulls if run.path == path]
     for (path, precision), group in groups.items():
-        flagged = sum(run.seen for run in group)
+        ran = [run for run in group if not run.refused]
+        flagged = sum(run.seen for run in ran)
         rows.append(
             {
                 "path": path,
                 "precision": precision,
-                "null runs": len(group),
-                "held out": sum(run.held_out for run in group),
+                "null runs": len(ran),
+                "held out": sum(run.held_out for run in ran),
                 "flagged": flagged,
-                "called a bug": sum(run.bug for run in group),
-                "blind": sum(run.verdict == "inconclusive" and not run.seen for run in group),
-                "95 % bound of the rate": upper_bound(flagged, len(group)),
+                "called a bug": sum(run.bug for run in ran),
+                "blind": sum(run.verdict == "inconclusive" and not run.seen for run in ran),
+                "refused": len(group) - len(ran),
+                "95 % bound of the rate": upper_bound(flagged, len(ran)),
             }
         )
-    problems += [f"null run flagged: {_named(run)}: {run.evidence}" for run in nulls if run.seen]
+    problems += [f"null run flagged: {_named(run)}: {run.evidence}" for run in nulls if run.seen and not run.refused]
     note = "Unmodified runs. Bound: rule of three where none is flagged, else Clopper-Pearson. Blind: nothing flagged, "
     note += "but rounding is so large that a clean result means little."
     return Table("false_alarms", "False alarms", note, tuple(rows))
@@ -454,7 +464,7 @@ def _detection(runs: Sequence[Run], effects: Effects, problems: list[str]) -> tu
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
         groups[run.arithmetic, run.change.split("_")[1]].append(run)
-    for (precision, kind), group in sorted(groups.items(), key=lambda item: (_rank(item[0]), item[0][1])):
+    for (precision, kind), group in sorted(groups.items(), key=lambda item: (_place(item[0][0]), item[0][1])):
         by_size: dict[float, list[Run]] = defaultdict(list)
         for run in group:
             by_size[float(run.change.rpartition("_")[2])].append(run)

@@ -259,6 +259,13 @@ class Evidence:
             unsharded = own.gradients.get(name) if own else None
             if unsharded is not None and (grid := grid_of(whole.value)) and grid_of(unsharded) != grid:
                 yield f"the gradient of {name}", grid
+        kind = "the master weight of" if self.masters[step] else "the weight"
+        before = self.masters[step - 1] if step and self.masters[step] else self.before(step)
+        for name, whole in (self.masters[step] or self.weights[step]).items():
+            if name in before and before[name].value.shape == whole.value.shape:
+                moved = whole.value[whole.value != before[name].value]
+                if grid := grid_of(moved):
+                    yield f"{kind} {name}", grid
 
 
 class _Noise:

@@ -24,7 +24,7 @@ from suites.limits import BLIND, BLIND_LOW
 from suites.model import EMBEDDING, HEAD, initial_weights, parameter_shapes, trainable
 from suites.numerics import LIMITS, Deviation
 from suites.observe import Assembled, Lifecycle, bitwise_equal
-from suites.precision import LOW, MATMUL, master_dtype, measured_matmul
+from suites.precision import AUTOCAST, LOW, MATMUL, master_dtype, measured_matmul
 from suites.reference import Evaluation
 
 FEW = 3  # numbers that lie on a coarse grid by chance once in a million billion
@@ -318,8 +318,6 @@ def switches(e: Evidence) -> Finding:
         how = found.get(MATMUL, "unknown")
         if how != e.case.matmul and e.case.dtype == "float32":
             problems.append(f"rank {rank} multiplies in {how}, the case asks for {e.case.matmul}")
-        if found.get("autocast", "False") != "False":
-            problems.append(f"rank {rank} runs under autocast")
     first = min(seen)
     for rank, found in seen.items():
         for name in sorted({*found, *seen[first]}):
@@ -340,6 +338,8 @@ def precision(e: Evidence) -> Finding:
     values all fit a lower precision than its own where the unsharded run's do not.
     """
     wanted = master_dtype(e.case)
+    if cast := [rank.rank for rank in e.ranks.values() if rank.switches.get(AUTOCAST, "False") != "False"]:
+        return Finding("precision", True, f"autocast is on, which the case does not ask for, on rank {cast[0]}")
     for what, grid in coarse_scalars(e):
         return Finding("precision", True, f"the {what} of every step is a {grid} value", step=1)
     for step in range(e.case.steps):

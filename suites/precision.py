@@ -30,7 +30,7 @@ UNIT_ROUNDOFF = {
 }
 LOW = ("bfloat16", "float16")  # trained with fp32 master weights and fp32 sums of gradients
 LOSS_SCALE = {"float16": 1024.0}  # a power of two: keeps small gradients of fp16 from becoming zero
-MATMUL = "matmul (measured)"  # the switch that counts
+MATMUL, AUTOCAST = "matmul (measured)", "autocast"  # the switches that decide
 MANTISSA = {23: "ieee", 10: "tf32", 7: "bf16"}  # bits that a product keeps of its inputs -> name
 
 # Environment variables that change numbers without a trace in torch's own switches.
@@ -141,7 +141,7 @@ def switches(device: torch.device) -> dict[str, str]:
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "mkldnn.matmul.fp32_precision": _read(torch.backends.mkldnn, "matmul.fp32_precision"),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
-        "autocast": str(torch.is_autocast_enabled(device.type)),
+        AUTOCAST: str(torch.is_autocast_enabled(device.type)),
         "default dtype": str(torch.get_default_dtype()),
     }
     if device.type == "cuda":

@@ -201,13 +201,15 @@ def _together(
         return INCONCLUSIVE, f"{shown}: the highest precision cannot tell either"
     over = worst.sigmas / worst.limit if worst else 0.0
     slopes = [rung.slope for rung in rungs if rung.slope is not None]
-    if over > DECISIVE and not first.resembles.startswith("tf32"):
+    told = any(KIND[f.oracle] == "environment" for f in first.flagged)
+    if over > DECISIVE and not told and not first.resembles.startswith("tf32"):
         return PRECISION, (
             f"{shown}: the program is right, but loses {over:.3g} times more at {arithmetic(case)} than rounding may"
         )
-    if slopes and min(slopes) < SLOPE:
+    if slopes and min(slopes) < SLOPE and not told:
         return INCONCLUSIVE, f"{shown}: the error shrinks too slowly for rounding (slope below {SLOPE:g})"
-    like = " It is what TF32 gives: look at the switches." if first.resembles.startswith("tf32") else ""
+    tf32 = told or first.resembles.startswith("tf32")
+    like = " It comes from the switches, not from the program." if tf32 else ""
     return ROUNDING, f"{shown}: rounding, it is gone at a higher precision.{like}"
 
 

@@ -59,6 +59,7 @@ FLAGGED = Finding(
     oracle="gradient", flagged=True, evidence="embed 0.84 off", error=411.0, limit=6.0, unit="sigma (tensor)", step=3
 )
 SWITCH = Finding(oracle="switches", flagged=True, evidence="rank 1 multiplies in tf32, the case asks for ieee")
+LOST = Finding(oracle="precision", flagged=True, evidence="all logits are bfloat16 values")
 GUESSES = (
     Guess(bug_class=4, name="one contribution missing from the tied gradient", why="no lookup part"),
     Guess(bug_class=8, name="reduction on a copy", why="the owner's rows are right"),
@@ -240,6 +241,12 @@ def test_switches_do_not_excuse_what_else_flags(make_run, record) -> None:
     assert outcome(summarize(load(make_run("tie", [odd], exit_code=1))).failing[0]) == "contradictory"
 
 
+def test_the_environment_alone_makes_a_record_not_as_expected(record, monkeypatch) -> None:
+    monkeypatch.setattr(explain, "expected", lambda record: True)  # whatever the record log makes of it
+    assert explain.as_expected(record(FULL))
+    assert not explain.as_expected(record(FULL, findings=(SWITCH,)))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -259,6 +266,10 @@ def test_switches_do_not_excuse_what_else_flags(make_run, record) -> None:
         (
             {"verdict": "inconclusive", "escalation": (Rung(case=FULL, arithmetic="float32", verdict="failed"),)},
             "Not decided: the higher precisions do not tell rounding from a bug either",
+        ),
+        (
+            {"verdict": "bug: precision", "findings": (LOST,), "escalation": ()},
+            "Precision is lost where it should not be: all logits are bfloat16 values",
         ),
         ({"verdict": "inconclusive", "escalation": ()}, ""),
         ({"verdict": "crash", "escalation": ()}, ""),
@@ -303,13 +314,14 @@ def test_equal_failures_are_one_paragraph(make_run, record, page, terminal) -> N
     summary = summarize(load(directory))
     assert [len(group.records) for group in summary.groups] == [60, 1]
     text = markdown.render(summary)
-    assert "## 61 cases not as expected" in text
+    assert "## 61 cases not as expected, of 2 kinds\n" in text
     assert text.count("### ❌ bug") == 2
     assert f"### ❌ bug: `{cases[0]}` and 59 cases alike" in text
     assert "<details><summary>The same words, other numbers: 59 cases</summary>" in text
     shown, printed = page(directory), terminal(directory, 200)
     assert sum(attributes.get("class") == "failing bad" for _, attributes in shown.tags) == 2
     assert shown.has("The same words, other numbers: 59 cases")
+    assert shown.has("61 cases not as expected, of 2 kinds")
     assert "59 cases alike" in printed
     assert printed.count("No rounding:") == 2
     for case in cases:  # none is lost

@@ -1,8 +1,8 @@
 """Faults in DeepSpeed's own classes, modelled on regressions that people reported: AutoTP's replacement of modules, its
 autograd functions, the loss over sharded logits, ZeRO 0 to 3, norm and clipping.
 
-Made for DeepSpeed 0.19.8. Nothing of DeepSpeed is imported before a fault is put in. DeepSpeed looks all of these pieces
-up when it uses them and keeps nothing of them beyond an engine's life: later cases in the same process are clean.
+Made for DeepSpeed 0.19.8. Nothing of DeepSpeed is imported before a fault is put in. DeepSpeed looks all of these
+pieces up when it uses them and keeps nothing of them beyond an engine's life: later cases in the same process are clean.
 """
 
 from __future__ import annotations
@@ -70,10 +70,6 @@ def _copied(weight: Any) -> Any:
     copy: Any = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
     copy.__dict__.update(weight.__dict__)
     return copy
-
-
-def _tp_rank(group: Any) -> int:
-    return dist.get_rank(group)
 
 
 # --- the tie -------------------------------------------------------------------------------------------------------
@@ -281,6 +277,31 @@ def ds_bias_on_every_rank() -> list[Replacement]:
     return [(cls, "forward", broken)]
 
 
+@TABLE.fault(27, needs="tp > 1, dp > 1", case=EVEN_ROW + ",dp=2", invisible=ROW, caught_by=("collectives",))
+def ds_uneven_collectives() -> list[Replacement]:
+    """One data-parallel replica reduces once more than the other within its own group: the numbers are right."""
+    engine, groups = _engine(), _part("utils.groups")
+    original = engine.allreduce_gradients
+
+    def broken(self: Any, *args: Any, **kwargs: Any) -> None:
+        if dist.get_rank(self.seq_data_parallel_group) == 1:
+            dist.all_reduce(torch.zeros(1, device=self.device), group=groups.get_tensor_model_parallel_group())
+        original(self, *args, **kwargs)
+
+    return [(engine, "allreduce_gradients", broken)]
+
+
+@TABLE.fault(27, needs="head=vocab, tp > 1", case=VOCAB, invisible=ROW, caught_by=("hang",))
+def ds_skipped_collective() -> list[Replacement]:
+    """The second tensor-parallel rank skips a reduction of the sharded loss."""
+
+    def change(place: int, tensor: Tensor, group: Any, reduce: Callable[[], None]) -> None:
+        if place != 0 or dist.get_rank(group) == 0:
+            reduce()
+
+    return [_loss_reductions(change)]
+
+
 # --- rows, shards, layout ------------------------------------------------------------------------------------------
 
 
@@ -309,10 +330,11 @@ def ds_labels_assume_even_shards() -> list[Replacement]:
     cls = _part("sequence.cross_entropy", "_VocabParallelCrossEntropy")
     original = cls.forward
 
-    def broken(ctx: Any, logits: Tensor, target: Tensor, group: Any, start: int, end: int, ignored: int) -> Tensor:
+    def broken(ctx: Any, logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
+        group, start, end, ignored = rest
         vocab = torch.tensor(end - start, device=logits.device)
         dist.all_reduce(vocab, group=group)
-        even = _tp_rank(group) * (int(vocab) // dist.get_world_size(group))
+        even = dist.get_rank(group) * (int(vocab) // dist.get_world_size(group))
         return original(ctx, logits, target, group, even, even + end - start, ignored)
 
     return [(cls, "forward", staticmethod(broken))]
@@ -321,7 +343,7 @@ def ds_labels_assume_even_shards() -> list[Replacement]:
 @TABLE.fault(
     12,
     needs="padding_idx, tie=tied, head=vocab, tp > 1",
-    case=VOCAB + ",padding_idx=5",
+    case=VOCAB + ",padding_idx=0",
     invisible=VOCAB,
     caught_by=("gradient",),
 )
@@ -400,16 +422,15 @@ def ds_ignored_labels_count() -> list[Replacement]:
 
 
 def _loss_reductions(change: Callable[[int, Tensor, Any, Callable[[], None]], None]) -> Replacement:
-    """Change the three reductions of the sharded loss: 0 the maximum, 1 the sum of exponentials, 2 the label's logit."""
+    """Change the reductions of the sharded loss: 0 the maximum, 1 the sum of exponentials, 2 the label's logit."""
     module = _part("sequence.cross_entropy")
-    original, group_of = module.dist, module._VocabParallelCrossEntropy
+    original = module.dist
     place = [2]
 
     def all_reduce(tensor: Tensor, **kwargs: Any) -> None:
         place[0] = 0 if kwargs["op"] == original.ReduceOp.MAX else place[0] + 1
         change(place[0], tensor, kwargs["group"], lambda: original.all_reduce(tensor, **kwargs))
 
-    assert group_of is not None
     return (module, "dist", types.SimpleNamespace(**{**vars(original), "all_reduce": all_reduce}))
 
 
@@ -421,7 +442,7 @@ def ds_local_sum_of_exponentials() -> list[Replacement]:
 
 @TABLE.fault(15, needs="head=vocab, tp > 1", case=VOCAB, invisible=ROW, caught_by=("loss", "gradient"))
 def ds_gathered_logits_in_sharded_loss() -> list[Replacement]:
-    """The softmax's sum is that of gathered logits and is summed over the ranks again: the loss is log(tp) too large."""
+    """The softmax's sum is that of gathered logits, and is summed over the ranks again: log(tp) too much loss."""
 
     def change(place: int, tensor: Tensor, group: Any, reduce: Callable[[], None]) -> None:
         reduce()
@@ -551,7 +572,7 @@ def ds_zero3_accumulation_overwritten() -> list[Replacement]:
     return [(zero, "partition_grads", broken)]
 
 
-@TABLE.fault(22, needs="zero=0, dp > 1", case=DP, invisible=ONE_RANK, caught_by=("replicas", "update"))
+@TABLE.fault(22, needs="zero=0, dp > 1", case=DP, invisible=ONE_RANK, caught_by=("replicas",))
 def ds_replica_not_updated() -> list[Replacement]:
     """Without ZeRO the second data-parallel rank does not update its weights."""
     engine = _engine()
@@ -655,16 +676,21 @@ def ds_optimizer_holds_tied_weight_twice() -> list[Replacement]:
     return [(engine, "_configure_optimizer", broken), (engine, "_check_for_duplicates", lambda self, optimizer: None)]
 
 
-@TABLE.fault(
-    28,
-    needs="zero=0, dp > 1",
-    case=DP,
-    invisible=ONE_RANK.replace("head=row", "head=row,zero=2"),
-    caught_by=("precision",),
-)
+@TABLE.fault(28, needs="zero=0, dp > 1", case=DP, invisible=ZERO2, caught_by=("precision",))
 def ds_bf16_dp_reduce() -> list[Replacement]:
     """Without ZeRO fp32 gradients are reduced in bf16."""
-    return [(_engine(), "communication_data_type", property(lambda self: torch.bfloat16))]
+    engine = _engine()
+    original = engine.allreduce_bucket
+
+    def broken(self: Any, *args: Any) -> Tensor:
+        before = self._config.communication_data_type
+        self.communication_data_type = torch.bfloat16
+        try:
+            return original(self, *args)
+        finally:
+            self.communication_data_type = before
+
+    return [(engine, "allreduce_bucket", broken)]
 
 
 @TABLE.fault(28, needs="zero=1 or 2, dp > 1", case=ZERO2, invisible=DP, caught_by=("precision",))

@@ -1,0 +1,183 @@
+"""Runs a calibration: the jobs of `suites.calibration` on ranks, each to a row on disk, then the tables.
+
+A directory that holds rows already is gone on with: what is there is not run again. Layout of the directory:
+
+    runs.jsonl          one row a run (`suites.calibration.Run`)
+    ranks<n>/           run directory of the n-th attempt: logs, records, environment
+    calibration.json    the tables, the limits in use and the environment
+    calibration.md      the same for people
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ci import records, supervisor
+from ci.ranks import Settings
+from ci.records import LogError, Record
+from ci.supervisor import Patch, Plan, Session, Subject
+from suites import calibration
+from suites.calibration import Job, Result, Run
+from suites.cases import Case
+from suites.evidence import Evidence, ReferenceFailed
+from suites.faults import graded
+from suites.observe import ObservationError, RankObservation
+from suites.precision import arithmetic
+
+RUNS, JSON, MARKDOWN = "runs.jsonl", "calibration.json", "calibration.md"
+SCHEMA = 1
+CASE_LIMIT = 180.0  # seconds: the largest models on a busy machine
+# Ranks know the faults of the table; this adds those of graded size.
+REGISTER = "from suites import faults\nfrom suites.faults import graded\n\nfaults.FAULTS.update(graded.GRADED)\n"
+
+
+class _Session(Session):
+    """A session that also keeps the largest deviation of the last case's own run in every scope."""
+
+    worst: dict[str, float | None]
+    where: dict[str, str]
+
+    def run(self, case: Case, fault: str | None = None) -> Record:
+        self.worst, self.where = {}, {}
+        return super().run(case, fault)
+
+    def _judged(self, case: Case, observations: Path, fault: str | None) -> dict[str, Any]:
+        found = super()._judged(case, observations, fault)
+        assert self._references is not None
+        seen = [RankObservation.load(observations / f"rank{r}.safetensors") for r in range(case.world_size)]
+        with contextlib.suppress(ReferenceFailed, ObservationError):  # said by the oracles
+            self.worst, self.where = calibration.measure(Evidence(case, seen, self._references))
+        return found
+
+
+def read(directory: Path) -> list[Run]:
+    """The runs of a directory so far; a last line that was cut off is dropped, from the file too.
+
+    Raises:
+        LogError: the directory holds something else, or a row cannot be read.
+    """
+    path = directory / RUNS
+    try:
+        if not path.exists():
+            if directory.exists() and any(directory.iterdir()):
+                raise LogError(f"{directory} is not empty and holds no calibration: choose another --out")
+            return []
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if whole != data:
+            records.write_whole(path, whole)
+        decoder = msgspec.json.Decoder(Run)
+        return [decoder.decode(line) for line in whole.splitlines()]
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise LogError(f"{path} has a row that cannot be read ({error}): choose another --out") from None
+    except OSError as error:
+        raise LogError(f"{directory}: {error.strerror or error}") from None
+
+
+def run(
+    jobs: Sequence[Job],
+    directory: Path,
+    settings: Settings,
+    on_start: Callable[[int, int], None] = lambda done, left: None,
+    on_run: Callable[[Run], None] = lambda found: None,
+) -> None:
+    """Run the jobs that the directory has no row for.
+
+    Args:
+        on_start: hears how many of the jobs are done already and how many are left.
+        on_run: hears of each run once it is on disk.
+
+    Raises:
+        LogError, SetupError: as `Session`; the rows so far stay.
+    """
+    done = {found.job for found in read(directory)}
+    todo = [job for job in jobs if job not in done]
+    on_start(len(jobs) - len(todo), len(todo))
+    if not todo:
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        number = 1 + sum(1 for _ in directory.glob("ranks*"))
+        cases = tuple(dict.fromkeys(Case.parse(job.case) for job in todo))
+        subject = Subject(patch=Patch(Path(graded.__file__), REGISTER))
+        version = supervisor.version()
+        with (
+            open(directory / RUNS, "ab", buffering=0) as rows,
+            _Session(directory / f"ranks{number}", Plan("calibration", cases), subject, settings) as session,
+        ):
+            for job in todo:
+                record = session.run(Case.parse(job.case), job.change or None)
+                session.records.clear()  # they are on disk, and thousands of them are much to hold
+                found = row(job, record, session.worst, session.where, version)
+                rows.write(msgspec.json.encode(found) + b"\n")
+                on_run(found)
+    except OSError as error:
+        raise LogError(f"cannot write to {directory}: {error.strerror or error}") from None
+
+
+def row(job: Job, record: Record, worst: dict[str, float | None], where: dict[str, str], version: str) -> Run:
+    """What a record says of a job."""
+    tried = record.measured if job.kind in ("graded", "fault") else ()
+    good = record.verdict in records.GREEN
+    return Run(
+        kind=job.kind,
+        case=job.case,
+        change=job.change,
+        arithmetic=arithmetic(Case.parse(job.case)),
+        target=record.target,
+        tiebench=version,
+        verdict=record.verdict or record.status,
+        flagged=tuple(dict.fromkeys(f.oracle for f in record.findings if f.flagged)),
+        worst=worst,
+        where=where,
+        errors={f"{m.oracle} {m.name}": m.error for m in tried},
+        sees={f"{m.oracle} {m.name}": m.sees for m in tried},
+        evidence="" if good and not job.change else record.evidence,
+        seconds=round(record.wall_seconds or 0.0, 3),
+    )
+
+
+def write(directory: Path, jobs: Sequence[Job]) -> Result:
+    """Write the tables of what is there of these jobs, as JSON and as Markdown.
+
+    Raises:
+        LogError: they cannot be written.
+    """
+    wanted = set(jobs)
+    runs = [found for found in read(directory) if found.job in wanted]
+    result = calibration.read_off(runs)
+    if len(runs) < len(wanted):
+        missing = f"{len(wanted) - len(runs)} of {len(wanted)} runs are missing: give --out {directory} to go on"
+        result = replace(result, problems=(missing, *result.problems))
+    targets = sorted({found.target for found in runs})
+    versions = sorted({found.tiebench for found in runs})
+    about = {
+        "schema": SCHEMA,
+        "date": supervisor.now(),
+        "tiebench": versions,
+        "targets": targets,
+        "runs": len(runs),
+        "problems": result.problems,
+        "limits": calibration.limits_in_use(),
+        "tables": {table.name: table.rows for table in result.tables},
+        "environment": _environment(directory),
+    }
+    head = f"{len(runs)} runs on {', '.join(targets)}; tiebench {', '.join(versions)}; {about['date']}"
+    records.write_whole(directory / JSON, json.dumps(msgspec.to_builtins(about), indent=1).encode() + b"\n")
+    records.write_whole(directory / MARKDOWN, calibration.markdown(result, head).encode())
+    return result
+
+
+def _environment(directory: Path) -> Any:
+    """Of the last attempt that got so far as to look."""
+    for path in sorted(directory.glob(f"ranks*/{records.ENVIRONMENT}"), key=lambda p: p.stat().st_mtime, reverse=True):
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(path.read_text(encoding="utf-8"))
+    return None
