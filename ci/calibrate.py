@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from suites.evidence import Evidence, ReferenceFailed
 from suites.faults import graded
 from suites.observe import ObservationError, RankObservation
 from suites.precision import arithmetic
+from suites.reference import ReferenceCache
+from suites.verdict import Judgement, conclude
 
 RUNS, JSON, MARKDOWN = "runs.jsonl", "calibration.json", "calibration.md"
 SCHEMA = 1
@@ -39,22 +42,29 @@ REGISTER = "from suites import faults\nfrom suites.faults import graded\n\nfault
 
 
 class _Session(Session):
-    """A session that also keeps the largest deviation of the last case's own run in every scope."""
+    """A session that judges without a diagnosis, and keeps what was judged and the largest deviation in every scope."""
 
+    judged: Judgement | None
     worst: dict[str, float | None]
     where: dict[str, str]
 
     def run(self, case: Case, fault: str | None = None) -> Record:
-        self.worst, self.where = {}, {}
+        """As `Session.run`."""
+        self.judged, self.worst, self.where = None, {}, {}
         return super().run(case, fault)
 
     def _judged(self, case: Case, observations: Path, fault: str | None) -> dict[str, Any]:
-        found = super()._judged(case, observations, fault)
-        assert self._references is not None
         seen = [RankObservation.load(observations / f"rank{r}.safetensors") for r in range(case.world_size)]
-        with contextlib.suppress(ReferenceFailed, ObservationError):  # said by the oracles
-            self.worst, self.where = calibration.measure(Evidence(case, seen, self._references))
-        return found
+        self._references = self._references or ReferenceCache()
+
+        def again(rung: Case) -> list[RankObservation]:
+            return self._again(rung, observations / f"at {rung.dtype} seed {rung.seed}", fault)
+
+        with supervisor._one_thread():
+            self.judged = conclude(case, seen, self._references, again)
+            with contextlib.suppress(ReferenceFailed, ObservationError):  # said by the oracles
+                self.worst, self.where = calibration.measure(Evidence(case, seen, self._references))
+        return {"status": "finished", "verdict": self.judged.verdict, "evidence": self.judged.evidence}
 
 
 def read(directory: Path) -> list[Run]:
@@ -108,24 +118,22 @@ def run(
         cases = tuple(dict.fromkeys(Case.parse(job.case) for job in todo))
         subject = Subject(patch=Patch(Path(graded.__file__), REGISTER))
         version = supervisor.version()
-        with (
-            open(directory / RUNS, "ab", buffering=0) as rows,
-            _Session(directory / f"ranks{number}", Plan("calibration", cases), subject, settings) as session,
-        ):
+        session = _Session(directory / f"ranks{number}", Plan("calibration", cases), subject, settings)
+        with open(directory / RUNS, "ab", buffering=0) as rows, session:
             for job in todo:
                 record = session.run(Case.parse(job.case), job.change or None)
                 session.records.clear()  # they are on disk, and thousands of them are much to hold
-                found = row(job, record, session.worst, session.where, version)
+                found = _row(job, record, session, version)
                 rows.write(msgspec.json.encode(found) + b"\n")
                 on_run(found)
     except OSError as error:
         raise LogError(f"cannot write to {directory}: {error.strerror or error}") from None
 
 
-def row(job: Job, record: Record, worst: dict[str, float | None], where: dict[str, str], version: str) -> Run:
-    """What a record says of a job."""
-    tried = record.measured if job.kind in ("graded", "fault") else ()
-    good = record.verdict in records.GREEN
+def _row(job: Job, record: Record, session: _Session, version: str) -> Run:
+    """What became of a job; its deviations where they were measured."""
+    judged = session.judged
+    tried = judged.measured if judged and job.kind in ("graded", "fault") else ()
     return Run(
         kind=job.kind,
         case=job.case,
@@ -134,14 +142,18 @@ def row(job: Job, record: Record, worst: dict[str, float | None], where: dict[st
         target=record.target,
         tiebench=version,
         verdict=record.verdict or record.status,
-        flagged=tuple(dict.fromkeys(f.oracle for f in record.findings if f.flagged)),
-        worst=worst,
-        where=where,
-        errors={f"{m.oracle} {m.name}": m.error for m in tried},
-        sees={f"{m.oracle} {m.name}": m.sees for m in tried},
-        evidence="" if good and not job.change else record.evidence,
+        flagged=tuple(f.oracle for f in judged.flagged) if judged else (),
+        worst=session.worst,
+        where=session.where,
+        errors={f"{m.oracle} {m.name}": _finite(m.error) for m in tried},
+        sees={f"{m.oracle} {m.name}": _finite(m.sees) for m in tried},
+        evidence="" if record.verdict in records.GREEN else record.evidence,
         seconds=round(record.wall_seconds or 0.0, 3),
     )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def write(directory: Path, jobs: Sequence[Job]) -> Result:

@@ -123,6 +123,7 @@ class RunCase(Message, frozen=True, tag="run"):
     case: str
     observation: str
     fault: str | None = None
+    trace: int | None = None  # step (from 0) in which to keep every module's output and its gradient
 
 
 class Stacks(Message, frozen=True, tag="stacks"):

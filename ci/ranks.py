@@ -330,12 +330,18 @@ class RankSet:
         """Describe the environment, seen from rank 0 (the others answer too and must agree on nothing)."""
         return self._command(ch.Collect(), limit)
 
-    def run(self, case: str, observations: Path, fault: str | None, limit: float) -> Outcome:
-        """Run one case; rank r saves what it saw to ``observations/rank<r>.safetensors``."""
+    def run(
+        self, case: str, observations: Path, fault: str | None, limit: float, trace: int | None = None
+    ) -> Outcome:
+        """Run one case; rank r saves what it saw to ``observations/rank<r>.safetensors``.
+
+        Args:
+            trace: step (from 0) in which every module's output and its gradient are kept.
+        """
         self._begin()
         for rank in self.ranks:
             saved = str(observations.resolve() / f"rank{rank.number}.safetensors")
-            self._send(rank, ch.RunCase(case=case, observation=saved, fault=fault))
+            self._send(rank, ch.RunCase(case=case, observation=saved, fault=fault, trace=trace))
         return self._gather(limit)
 
     def _command(self, command: ch.Command, limit: float) -> Outcome:

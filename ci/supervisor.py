@@ -23,7 +23,7 @@ import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -388,7 +388,7 @@ class Session:
                 ranks.launch()
             except OSError as error:
                 raise self._unwritable(error) from None
-            from suites import verdict  # noqa: F401, PLC0415 - imports torch, while the ranks do so too
+            from suites import examine  # noqa: F401, PLC0415 - imports torch, while the ranks do so too
 
             gc.freeze()  # what was imported never becomes garbage: no need to look through it in every case
             outcome = ranks.start(begin + limit - time.monotonic())
@@ -427,7 +427,9 @@ class Session:
         data = json.dumps(found, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
         records.write_whole(self.directory / records.ENVIRONMENT, data)
 
-    def _again(self, case: Case, observations: Path, fault: str | None) -> list[RankObservation]:
+    def _again(
+        self, case: Case, observations: Path, fault: str | None, trace: int | None = None
+    ) -> list[RankObservation]:
         """Run one more case on the same ranks, for a verdict that needs it.
 
         Raises:
@@ -443,7 +445,7 @@ class Session:
             observations.mkdir(parents=True)
         except OSError as error:
             raise self._unwritable(error) from None
-        outcome = ranks.run(case.id, observations, fault, limit)
+        outcome = ranks.run(case.id, observations, fault, limit, trace)
         if not outcome.good:
             self._drop(case.world_size)
             raise RunFailed(_cause(outcome) if outcome.failures or outcome.deaths else outcome.places())
@@ -451,21 +453,21 @@ class Session:
 
     def _judged(self, case: Case, observations: Path, fault: str | None) -> dict[str, Any]:
         """Judge the observations of a case that every rank finished."""
-        from suites import verdict  # noqa: PLC0415
+        from suites.examine import examine  # noqa: PLC0415
         from suites.observe import RankObservation  # noqa: PLC0415
         from suites.reference import ReferenceCache  # noqa: PLC0415
+
+        def again(rung: Case, trace: int | None = None) -> list[RankObservation]:
+            name = f"at {rung.dtype} seed {rung.seed}" if trace is None else f"trace of step {trace + 1}"
+            return self._again(rung, observations / name, fault, trace)
 
         begin = time.monotonic()
         seen = [RankObservation.load(observations / f"rank{r}.safetensors") for r in range(case.world_size)]
         if self._references is None:
             self._references = ReferenceCache()
         with _one_thread():  # the same sums on every machine, and no threads that wait for busy cores
-            judged = verdict.conclude(
-                case,
-                seen,
-                self._references,
-                lambda rung: self._again(rung, observations / f"at {rung.dtype} seed {rung.seed}", fault),
-            )
+            examined = examine(case, seen, self._references, again)
+        judged, diagnosis = examined.judgement, examined.diagnosis
         seconds = [max(steps) for steps in zip(*([s.seconds for s in r.steps] for r in seen), strict=True)]
         median = statistics.median(seconds[1:])
         return {
@@ -495,6 +497,9 @@ class Session:
             "peak_memory_bytes": max(r.peak_memory_bytes for r in seen),
             "measured": tuple(_plain(records.Measured, row) for row in judged.measured),
             "escalation": tuple(_plain(records.Rung, rung) for rung in judged.rungs),
+            "diagnosis": diagnosis.sentence if diagnosis else "",
+            "guesses": tuple(_plain(records.Guess, guess) for guess in diagnosis.guesses) if diagnosis else (),
+            "dormant": tuple(_plain(records.Dormant, found) for found in examined.dormant),
             "judge_seconds": (judging := time.monotonic() - begin),
             "verdict_seconds": judging + max(r.observing_seconds for r in seen),
         }
@@ -717,7 +722,7 @@ def version() -> str:
 
 def _plain(kind: type[_RowType], found: Any) -> _RowType:
     """A row of the record from a dataclass of the same fields; numbers that are not finite become None."""
-    values = {f.name: getattr(found, f.name) for f in fields(found)}
+    values = {name: getattr(found, name) for name in kind.__struct_fields__}
     return kind(**{n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()})
 
 

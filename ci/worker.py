@@ -200,7 +200,7 @@ class Worker:
         case = Case.parse(command.case)
         self.lifecycle = []
         with broken:
-            observation = train.run_rank(case, self.device, self.progress, self.lifecycle)
+            observation = train.run_rank(case, self.device, self.progress, self.lifecycle, trace=command.trace)
         if case.path not in self.settled:
             self.settled.add(case.path)
             gc.collect()

@@ -457,11 +457,17 @@ def places(
 
 
 def _wrong(error: Tensor, reference: Tensor, sigma: float, predicted: float) -> Places:
-    size = error.square().mean(1).sqrt().nan_to_num(math.inf)
-    limit = LIMITS["row"] * (sigma + 3 * predicted * reference.square().mean(1).sqrt())
-    wrong = (size > limit).nonzero().flatten().tolist()
+    wrong = wrong_rows(error, reference, LIMITS["row"] * sigma, 3 * LIMITS["row"] * predicted)
+    size = error.square().mean(1).nan_to_num(math.inf)
     worst = int(size.argmax()) if len(size) else 0
     return Places(tuple(wrong or [worst]), worst, len(size))
+
+
+def wrong_rows(error: Tensor, reference: Tensor, limit: float, share: float = 0.0) -> list[int]:
+    """Rows of `error` [rows, columns] whose root mean square is above a limit, plus a share of the reference's."""
+    size = error.square().mean(1).sqrt().nan_to_num(math.inf)
+    allowed = limit + share * reference.square().mean(1).sqrt()
+    return [int(row) for row in (size > allowed).nonzero().flatten()]
 
 
 def _described(case: Case, step: int, found: Places, sizes: Sequence[int], vocabulary: bool) -> Places:

@@ -89,6 +89,22 @@ class StepObservation:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """One module's output in a traced step (`suites.trace`), its gradient, or a matrix product's input.
+
+    Args:
+        module: canonical name; direction: forward, backward or input.
+        order: place among all that the rank saw, in the order of execution.
+    """
+
+    module: str
+    direction: str
+    micro: int
+    order: int
+    piece: Piece
+
+
+@dataclass(frozen=True)
 class RankObservation:
     """All that one rank saw of one case.
 
@@ -100,6 +116,7 @@ class RankObservation:
         zero_stage: ZeRO stage that ran, read off the live optimizer.
         switches: what changes numbers in this process (`suites.precision.switches`), read while the case ran.
         observing_seconds: wall clock of reading all this off the live model.
+        trace: what was kept of a traced step; empty unless one was asked for.
     """
 
     rank: int
@@ -114,6 +131,7 @@ class RankObservation:
     zero_stage: int
     switches: Mapping[str, str] = field(default_factory=dict)
     observing_seconds: float = 0.0
+    trace: tuple[Seen, ...] = ()
 
     def save(self, path: Path) -> None:
         """Write to `path` in the safetensors format: the tensors, and all else as JSON beside them."""
@@ -177,6 +195,7 @@ def _rank(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RankObservat
             "lifecycle": tuple(Lifecycle(**event) for event in raw["lifecycle"]),
             "census": tuple(raw["census"]),
             "initial": pieces(raw["initial"]),
+            "trace": tuple(Seen(**{**seen, "piece": piece(seen["piece"])}) for seen in raw["trace"]),
         }
     )
 

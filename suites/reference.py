@@ -75,7 +75,7 @@ def evaluate(
     dtype = torch.float32 if matmul != "ieee" else getattr(torch, arithmetic)
     model = Decoder(case, tie=False).to(dtype)
     if perturbed:
-        weights = _perturbed(case, weights, UNIT_ROUNDOFF[arithmetic], perturbed)
+        weights = perturb(case, weights, UNIT_ROUNDOFF[arithmetic], perturbed)
     load_weights(model, weights)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable(case, name))
@@ -98,7 +98,8 @@ def evaluate(
     return Evaluation(loss, logits, gradients, lookup, projection)
 
 
-def _perturbed(case: Case, weights: Mapping[str, Tensor], u: float, seed: int) -> dict[str, Tensor]:
+def perturb(case: Case, weights: Mapping[str, Tensor], u: float, seed: int) -> dict[str, Tensor]:
+    """Every weight moved by up to `u` of itself, by random numbers of a seed; a tied weight alike under both names."""
     generator = torch.Generator().manual_seed(seed)
     moved = {
         name: weight.double() * (1 + u * (2 * torch.rand(weight.shape, generator=generator) - 1))

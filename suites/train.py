@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from suites import data, paths
 from suites.cases import Case
 from suites.model import EMBEDDING, HEAD, parameter_shapes
-from suites.observe import Lifecycle, Piece, RankObservation, StepObservation
+from suites.observe import Lifecycle, Piece, RankObservation, Seen, StepObservation
 from suites.precision import multiplying, switches
+from suites.trace import Tracer
 
 Progress = Callable[[str], None]
 
@@ -56,11 +57,15 @@ def run_rank(
     device: torch.device,
     progress: Progress = lambda phase: None,
     lifecycle: list[Lifecycle] | None = None,
+    trace: int | None = None,
 ) -> RankObservation:
     """Build the case's path on this rank, train it, and return what was seen.
 
     The default process group must be up with `case.world_size` ranks. `progress` hears the name of each phase as it
     begins ("build", "step 1 forward", …): the watchdog names it when this rank hangs.
+
+    Args:
+        trace: step (from 0) in which to keep every module's output and its gradient.
 
     Raises:
         Exception: whatever the framework raises; the caller tells refusals from crashes.
@@ -79,10 +84,13 @@ def run_rank(
         named = dict(trainer.parameters())
         initial = dict(trainer.weights())
         observing += time.perf_counter() - begin
-        steps = []
+        steps: list[StepObservation] = []
+        traced: tuple[Seen, ...] = ()
         for step in range(case.steps):
             begin = time.perf_counter()
-            steps.append(_step(case, trainer, step, device, progress))
+            tracer = Tracer(trainer.module(), case) if step == trace else None
+            steps.append(_step(case, trainer, step, device, progress, tracer))
+            traced = tuple(tracer.seen) if tracer else traced
             observing += time.perf_counter() - begin - steps[-1].seconds
             named = dict(trainer.parameters())
             notice(f"step {step + 1}", named[EMBEDDING], named[HEAD])
@@ -101,13 +109,21 @@ def run_rank(
             zero_stage=trainer.zero_stage(),
             switches=read,
             observing_seconds=observing,
+            trace=traced,
         )
     finally:
         progress("close")
         trainer.close()
 
 
-def _step(case: Case, trainer: paths.Trainer, step: int, device: torch.device, progress: Progress) -> StepObservation:
+def _step(  # noqa: PLR0917
+    case: Case,
+    trainer: paths.Trainer,
+    step: int,
+    device: torch.device,
+    progress: Progress,
+    tracer: Tracer | None = None,
+) -> StepObservation:
     batches = [data.micro_batch(case, step, micro, trainer.dp_rank).to(device) for micro in range(case.accumulate)]
     outputs = []
     log = CollectiveLog() if step == 0 else None
@@ -115,7 +131,9 @@ def _step(case: Case, trainer: paths.Trainer, step: int, device: torch.device, p
     for micro, batch in enumerate(batches):
         progress(f"step {step + 1} forward and backward")
         start = _now(device)
-        with multiplying(case.matmul, device), log or contextlib.nullcontext():
+        if tracer:
+            tracer.micro = micro
+        with tracer or contextlib.nullcontext(), multiplying(case.matmul, device), log or contextlib.nullcontext():
             loss, logits = trainer.forward_backward(batch, last=micro == len(batches) - 1)
         seconds += _now(device) - start
         outputs.append((loss.detach().double().item(), Piece.whole(logits)))

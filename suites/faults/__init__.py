@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from unittest import mock
 
 from suites.faults import (
+    deepspeed,
     handwritten_alias,
     handwritten_checkpoint,
     handwritten_contributions,
@@ -42,6 +43,7 @@ FAULTS: Mapping[str, Fault] = merged(
     handwritten_checkpoint.TABLE,
     handwritten_precision.TABLE,
     harness.TABLE,
+    deepspeed.TABLE,
 )
 HARMLESS: Mapping[str, Fault] = merged(harmless.TABLE)
 

@@ -2,7 +2,7 @@
 autograd functions, the loss over sharded logits, ZeRO 0 to 3, norm and clipping.
 
 Made for DeepSpeed 0.19.8. Nothing of DeepSpeed is imported before a fault is put in. DeepSpeed looks all of these
-pieces up when it uses them and keeps nothing of them beyond an engine's life: later cases in the same process are clean.
+pieces up when it uses them and keeps nothing of them beyond an engine's life: later cases in the process are clean.
 """
 
 from __future__ import annotations
@@ -34,20 +34,19 @@ TP, MANY = "tp > 1", "dp > 1"
 
 
 def _part(module: str, *names: str) -> Any:
-    """A module of DeepSpeed, or a class in it. The path that patches go into is imported first: it prepares the import.
+    """A module of DeepSpeed, or a class in it.
 
     Raises:
         NotImplementedError: the DeepSpeed under test has no such class.
     """
-    from suites.paths import deepspeed as path  # noqa: PLC0415
-
+    importlib.import_module("suites.paths.deepspeed")  # prepares the import of DeepSpeed
     try:
         found: Any = importlib.import_module(f"deepspeed.{module}")
         for name in names:
             found = getattr(found, name)
     except (ImportError, AttributeError):
         whole = ".".join([module, *names])
-        version = path.deepspeed.__version__
+        version = importlib.import_module("deepspeed").__version__
         raise NotImplementedError(f"this fault is for DeepSpeed 0.19.8: {version} has no {whole}") from None
     return found
 

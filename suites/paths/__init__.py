@@ -33,6 +33,10 @@ class Trainer(Protocol):
         """Live parameters by canonical name, read off the live modules at each call."""
         ...
 
+    def module(self) -> nn.Module:
+        """The live sharded model."""
+        ...
+
     def layout(self) -> Mapping[str, str]:
         """Class of the live module that holds each parameter."""
         ...

@@ -165,6 +165,10 @@ class DeepSpeedTrainer:
         """Live parameters by canonical name; at ZeRO 3 their local data is usually empty (see `weights`)."""
         return {name: self.engine.module.get_parameter(name) for name in self.names}
 
+    def module(self) -> nn.Module:
+        """The live sharded model."""
+        return self.engine.module
+
     def layout(self) -> Mapping[str, str]:
         """Class of the live module that holds each parameter."""
         return {n: type(self.engine.module.get_submodule(n.rpartition(".")[0])).__name__ for n in self.names}

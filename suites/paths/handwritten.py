@@ -670,6 +670,10 @@ class HandwrittenTrainer:
         """Live parameters by canonical name, both names of a tie."""
         return dict(self.model.named_parameters(remove_duplicate=False))
 
+    def module(self) -> nn.Module:
+        """The live sharded model."""
+        return self.model
+
     def layout(self) -> dict[str, str]:
         """Class of the live module that holds each parameter."""
         return {name: type(self.model.get_submodule(name.rpartition(".")[0])).__name__ for name in self.parameters()}
