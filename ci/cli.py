@@ -534,7 +534,8 @@ def _print_faults(rows: Sequence[FaultRow], wanted: int, form: Format) -> None:
     bugs = [row for row in rows if row.bug_class]
     named = sum(row.rank in (1, 2) for row in bugs)
     console.print(
-        f"{sum(row.caught for row in bugs)} of {len(bugs)} faults caught, the right class among the first two guesses for {named}; "
+        f"{sum(row.caught for row in bugs)} of {len(bugs)} faults caught, the right class among the first two guesses "
+        f"for {named}; "
         f"{sum(row.good for row in rows) - sum(row.good for row in bugs)} of {len(rows) - len(bugs)} harmless changes "
         f"not called a bug; {wanted - len(rows)} not run"
     )

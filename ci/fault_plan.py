@@ -14,7 +14,7 @@ from pathlib import Path
 from ci import schedule
 from ci.ranks import Settings
 from ci.records import Record
-from ci.supervisor import Plan, Session
+from ci.supervisor import FAILED, OK, Plan, Session
 from suites.cases import Case
 from suites.faults import FAULTS, HARMLESS, Fault
 from suites.verdict import EXPLAINS
@@ -99,6 +99,8 @@ def run(
                 continue
             rows.append(row(fault, session.run(case, fault.name)))
             on_row(rows[-1])
+        whole = len(rows) == len(faults) and all(found.good for found in rows)
+        session.close("complete" if len(rows) == len(faults) else "budget", OK if whole else FAILED)
     return ordered(rows)
 
 

@@ -24,6 +24,7 @@ import msgspec
 EVENTS = "events.jsonl"
 ENVIRONMENT = "environment.json"
 SCHEMA = 2
+ENVIRONMENT_CHECK = "switches"  # the check that speaks of the environment, not of the program
 READABLE = (1, 2)  # 2 added measured, escalation, diagnosis, guesses, dormant and verdict_seconds
 
 Status = Literal["finished", "timeout", "lost", "not_run", "skipped"]
@@ -158,6 +159,7 @@ class Record(Row, frozen=True):
     started_at: str | None = None  # UTC, ISO 8601
     environment: str | None = None  # fingerprint of environment.json
     fault: str | None = None
+    harmless: bool = False  # what was put in changes no result for the worse: its run must be no bug
     patch: str | None = None  # name and sha256 of the user's patch file
     rerun: str | None = None  # one command that runs this case again alone
     stacks: str | None = None  # stacks of stuck ranks
@@ -334,19 +336,21 @@ def read_run(directory: Path) -> Run:
     if plan.schema not in READABLE:
         raise LogError(f"{path} has schema {plan.schema}; this tiebench reads schemas {READABLE[0]} to {SCHEMA}")
     started: dict[str, StartedRow] = {}
-    final: dict[str, Record] = {}
+    final: dict[tuple[str, str | None], Record] = {}  # a fault plan runs one case with several faults
     end: EndRow | None = None
     for row in rows[1:]:
         if isinstance(row, StartedRow):
             started[row.case] = row
         elif isinstance(row, FinalRow):
-            final[row.record.case] = row.record
+            final[row.record.case, row.record.fault] = row.record
         elif isinstance(row, EndRow):
             end = row
     damage += [f"{path.name} line {number}: {text}" for number, text in _contradictions(rows, numbers)]
-    names = list(dict.fromkeys([*plan.cases, *started, *final]))
-    records = tuple(final.get(name) or _unfinished(name, started.get(name), plan) for name in names)
-    return Run(directory=directory, plan=plan, records=records, end=end, torn=torn, damage=tuple(damage))
+    found: list[Record] = []
+    for name in dict.fromkeys([*plan.cases, *started, *(case for case, _ in final)]):
+        whole = [record for (case, _), record in final.items() if case == name]
+        found += whole or [_unfinished(name, started.get(name), plan)]
+    return Run(directory=directory, plan=plan, records=tuple(found), end=end, torn=torn, damage=tuple(damage))
 
 
 def _contradictions(rows: Sequence[AnyRow], numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
@@ -390,7 +394,11 @@ def contradiction(record: Record) -> str | None:
         return f"its status is {record.status}"
     # A higher precision has cleared what was measured, but not what is either so or not.
     cleared = any(rung.verdict in GREEN for rung in record.escalation)
-    flagged = [f.oracle for f in record.findings if f.flagged and not (cleared and f.limit is not None)]
+    flagged = [
+        f.oracle
+        for f in record.findings
+        if f.flagged and f.oracle != ENVIRONMENT_CHECK and not (cleared and f.limit is not None)
+    ]
     if not record.findings and record.oracle:
         flagged = [record.oracle]
     if flagged:
@@ -401,6 +409,11 @@ def contradiction(record: Record) -> str | None:
     if _beyond(record) or (record.limit is not None and record.error is None):
         beyond.insert(0, record.error_of or "its largest deviation")
     return f"{beyond[0]} is beyond its limit" if beyond else None
+
+
+def elsewhere(record: Record) -> bool:
+    """The numbers may be right, but the environment was not what the case asks for."""
+    return any(finding.oracle == ENVIRONMENT_CHECK and finding.flagged for finding in record.findings)
 
 
 def _beyond(measured: Finding | Record) -> bool:
@@ -444,7 +457,8 @@ def _unfinished(case: str, started: StartedRow | None, plan: RunRow) -> Record:
 
 
 def expected(record: Record) -> bool:
-    """True when a record counts as green: finished, exact or rounding, nothing in it speaks against that, and no fault
-    was put in: a fault that comes out green was not caught."""
+    """True when a record counts as green: finished, exact or rounding, nothing in it speaks against that, the
+    environment was as asked, and no fault was put in: a fault that comes out green was not caught."""
     green = record.status == "finished" and record.verdict in GREEN
-    return green and record.fault is None and contradiction(record) is None
+    as_asked = record.fault is None or record.harmless
+    return green and as_asked and contradiction(record) is None and not elsewhere(record)

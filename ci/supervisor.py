@@ -135,6 +135,9 @@ class Subject:
         return words + (["--fault", self.fault] if self.fault else [])
 
 
+HANG = records.Guess(
+    bug_class=27, name="ranks issue different collectives", why="some ranks wait for what others never send"
+)
 INSTALLED = Subject()
 DEFAULTS = Settings()
 
@@ -338,6 +341,7 @@ class Session:
             "started_at": now(),
             "budget_seconds": self.settings.case_limit,
             "fault": fault,
+            "harmless": _harmless(fault),
             "patch": self.subject.patch.name if self.subject.patch else None,
             "rerun": replace(self.subject, fault=fault).rerun(case.id),
         }
@@ -457,9 +461,9 @@ class Session:
         from suites.observe import RankObservation  # noqa: PLC0415
         from suites.reference import ReferenceCache  # noqa: PLC0415
 
-        def again(rung: Case, trace: int | None = None) -> list[RankObservation]:
-            name = f"at {rung.dtype} seed {rung.seed}" if trace is None else f"trace of step {trace + 1}"
-            return self._again(rung, observations / name, fault, trace)
+        def again(case: Case, trace: int | None = None) -> list[RankObservation]:
+            name = f"at {case.dtype} seed {case.seed}" if trace is None else f"trace of step {trace + 1}"
+            return self._again(case, observations / name, fault, trace)
 
         begin = time.monotonic()
         seen = [RankObservation.load(observations / f"rank{r}.safetensors") for r in range(case.world_size)]
@@ -513,7 +517,7 @@ class Session:
             if cut:
                 text = f"the run's budget ended first ({what}); {outcome.places()}"
                 return found | {"verdict": "inconclusive", "evidence": text}
-            return found | {"verdict": "hang", "evidence": f"{what}; {outcome.places()}"}
+            return found | {"verdict": "hang", "evidence": f"{what}; {outcome.places()}", "guesses": (HANG,)}
         for rank, failed in outcome.failures.items():
             if failed.phase == "save" or _disk_full(failed):
                 raise SetupError(f"rank {rank} cannot write to {self.directory}: {_first_line(failed.message)}")
@@ -753,6 +757,14 @@ def _cause(outcome: Outcome) -> str:
     return f"{text}; {rest}"[: 2 * EVIDENCE_LIMIT] if rest else text
 
 
+def _harmless(fault: str | None) -> bool:
+    if fault is None:
+        return False
+    from suites.faults import HARMLESS  # noqa: PLC0415
+
+    return fault in HARMLESS
+
+
 def _disk_full(failed: ch.Failed) -> bool:
     codes = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
     return failed.type == "OSError" and any(f"[Errno {code}]" in failed.message for code in codes)
@@ -761,7 +773,7 @@ def _disk_full(failed: ch.Failed) -> bool:
 def _annotated(record: Record) -> Record:
     """The record with what its verdict does not say: a fault that nobody saw, a limit that was not kept."""
     notes = []
-    if record.fault and record.verdict in records.GREEN:
+    if record.fault and not record.harmless and record.verdict in records.GREEN:
         notes.append(f"fault {record.fault} was not caught")
     if record.status == "finished" and records.over_budget(record):
         judging = f", {record.judge_seconds:.1f} s of it judging" if record.judge_seconds else ""

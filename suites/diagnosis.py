@@ -1,13 +1,14 @@
 """Diagnosis: where a deviation comes from, and which class of bug it looks like.
 
 Symptoms are measured first (`symptoms`): what broke exactly, what is wrong with logits, loss, gradients, norm and
-update in the first step that shows anything. Then the rules of one table (`RULES`) vote for classes of suites/README.md.
-A symptom of later steps follows from the first and is not looked at. Nothing here raises: what cannot be said is said.
+update in the first step that shows anything; later steps follow from it. Then the rows of one table (`RULES`) speak for
+classes of suites/README.md. Nothing here raises: what cannot be measured is left out or said.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from suites import optimizers
 from suites.cases import FACTORS, Case, CaseError
-from suites.contributions import LOOKUP, PROJECTION, Fit, Places, Portrait, Slice, alike, places, portraits, touched
+from suites.contributions import LOOKUP, PROJECTION, Fit, Places, Portrait, Slice, alike, places, portraits
 from suites.data import IGNORED, micro_batch, token_weights
-from suites.evidence import Comparison, Evidence
+from suites.evidence import Evidence
 from suites.model import COLUMN, EMBEDDING, HEAD, HEAD_BIAS, ROW, SMOOTHING, Z_LOSS, initial_weights, parameter_shapes
+from suites.numerics import LIMITS
 from suites.observe import bitwise_equal
 from suites.oracles import Finding
 from suites.precision import UNIT_ROUNDOFF
@@ -134,14 +136,15 @@ class Moved:
     """What is wrong with the update of one weight.
 
     Args:
-        ratio: movement over what the replay asks for, by slice.
-        still: tensor-parallel slices that did not move at all.
+        ratio: movement over what the replay asks for, by tensor-parallel slice.
+        still: slices that did not move at all; wrong: those that did not move as asked.
         cause: name of the hypothesis that explains it (`UPDATES`), empty if none does.
     """
 
     name: str
     ratio: tuple[float, ...]
     still: tuple[int, ...]
+    wrong: tuple[int, ...]
     cause: str
     relative: float
     rows: Places
@@ -235,6 +238,16 @@ class Symptoms:
     def dead(self) -> tuple[tuple[str, Slice], ...]:
         """Slices of gradients that are zero and should not be."""
         return tuple((p.name, s) for p in self.gradients for s in p.wrong if s.zero)
+
+    @property
+    def uneven(self) -> bool:
+        """Some rank's copy of a weight moved by another amount than the first rank's."""
+        return self.drift == "weights"
+
+    @property
+    def tiny(self) -> bool:
+        """Gradients are so small that an epsilon counts."""
+        return self.case.logit_scale < 0.1
 
     @property
     def rows(self) -> Places | None:
@@ -519,12 +532,12 @@ def _ignored_count(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Ten
 def _padded(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
     sizes = _sizes(case)
     extra = sum(max(sizes) - size for size in sizes)
-    return _mean(case, _plain(F.pad(logits, (0, extra)), labels), labels)
+    return _mean(case, _token_losses(case, F.pad(logits, (0, extra)), labels), labels)
 
 
 def _local_maximum(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
     shards = [part - part.amax(-1, keepdim=True) for part in logits.split(_sizes(case), -1)]
-    return _mean(case, _plain(torch.cat(shards, -1), labels), labels)
+    return _mean(case, _token_losses(case, torch.cat(shards, -1), labels), labels)
 
 
 def _counted_by_every_rank(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
@@ -580,6 +593,10 @@ def _local_z(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
     return _z_of(case, logits, labels, logits.split(_sizes(case), -1)[rank].logsumexp(-1))
 
 
+def _z_without_maximum(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    return _z_of(case, logits, labels, (logits - logits.amax(-1, keepdim=True)).logsumexp(-1))
+
+
 def _unweighted(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
     return F.cross_entropy(logits, labels, ignore_index=IGNORED)
 
@@ -594,6 +611,7 @@ LAWS: tuple[Law, ...] = (
     Law(14, "each rank smooths with the mean logit of its own shard", _local_mean_logit),
     Law(14, "labels are smoothed over a shard's vocabulary", _local_vocabulary),
     Law(14, "each rank's z-loss sees its own shard's softmax sum", _local_z),
+    Law(14, "the z-loss sees the softmax's sum without its maximum", _z_without_maximum),
     Law(14, "each rank's softmax sums its own shard", _local_softmax),
     Law(15, "every rank counts all logits: the loss is higher by log(tp)", _counted_by_every_rank),
     Law(15, "whole logits are taken for shards: labels are looked up from each shard's start", _labels_from_each_start),
@@ -629,7 +647,7 @@ def _obeyed(  # noqa: PLR0917
         labels = micro_batch(case, step, key[1], key[0]).labels.flatten()
         told = float(law.loss(case, logits[key].double().flatten(0, 1), labels, tp_rank))
         off = max(off, abs(value - right[key]))
-        if not abs(value - told) <= max(0.03 * abs(value - right[key]), 1e-5 * abs(right[key])):
+        if not abs(value - told) <= 1e-2 * abs(value - right[key]) + 2e-6 * abs(right[key]):
             return False
     return off > 1e-5 * max(abs(v) for v in right.values())
 
@@ -721,7 +739,7 @@ def _held(e: Evidence, step: int, name: str) -> Tensor:
 
 def _moved(e: Evidence, step: int, name: str) -> Moved | None:
     replay = optimizers.replay(e.case)
-    wanted, kept = torch.zeros(()), []
+    wanted, kept, before = torch.zeros(()), [], torch.zeros(())
     for past in range(step + 1):
         gradient = e.gradients[past][name].value.double() * _coefficient(e, past)
         before = _held(e, past, name)
@@ -729,22 +747,27 @@ def _moved(e: Evidence, step: int, name: str) -> Moved | None:
         kept.append(wanted)
     whole = e.masters[step].get(name, e.weights[step][name])
     moved = whole.value.double() - before
-    sigma = e.master_u * float(replay.roundings(before, before + wanted).square().mean().sqrt())
-    size = float(wanted.square().mean().sqrt())
+    rounding = LIMITS["replay"] * e.master_u * replay.roundings(before, before + wanted)
     error = moved - wanted
-    if float(error.abs().max()) <= 40 * e.master_u * float(replay.roundings(before, before + wanted).abs().max()):
+    bad = ~(error.abs() <= rounding)
+    if not bool(bad.any()):
         return None
     dim, sizes = (whole.dim, list(whole.sizes)) if whole.dim is not None else (0, [whole.value.shape[0]])
     parts = list(zip(moved.split(sizes, dim), wanted.split(sizes, dim), strict=True))
-    ratios = tuple(float((m * w).sum() / w.square().sum().clamp_min(1e-300)) for m, w in parts)
-    rows, _ = places(e, step, name, error, wanted, sigma / size if size else 1.0)
-    bad = error.abs().reshape(len(error), -1).amax(1) > 40 * sigma
+    size = float(wanted.square().mean().sqrt())
+    rows, _ = places(e, step, name, torch.where(bad, error, 0.0), torch.zeros_like(error), 0.0)
     cause = _cause(e, step, name, parts, kept, before, dim)
-    still = tuple(i for i, (m, w) in enumerate(parts) if not bool(m.any()) and bool(w.any()))
     if not cause and bool((moved[bad] == 0).all()):
         cause = STILL
-    relative = float(error.square().mean().sqrt()) / size if size else math.inf
-    return Moved(name, ratios, still, cause, relative, rows)
+    return Moved(
+        name=name,
+        ratio=tuple(float((m * w).sum() / w.square().sum().clamp_min(1e-300)) for m, w in parts),
+        still=tuple(i for i, (m, w) in enumerate(parts) if not bool(m.any()) and bool(w.any())),
+        wrong=tuple(i for i, part in enumerate(bad.split(sizes, dim)) if bool(part.any())),
+        cause=cause,
+        relative=float(error.square().mean().sqrt()) / size if size else math.inf,
+        rows=rows,
+    )
 
 
 def _cause(  # noqa: PLR0917
@@ -761,6 +784,8 @@ def _cause(  # noqa: PLR0917
         float((moved - other).norm()) <= share * float((moved - wanted).norm())
     )
     gradient = e.gradients[step][name].value.double() * _coefficient(e, step)
+    if not bool(torch.isfinite(moved).all() and torch.isfinite(wanted).all()):
+        return ""
     if not bool(moved.any()):
         return STILL
     fresh = optimizers.replay(e.case).step(before, gradient) - before
@@ -770,23 +795,38 @@ def _cause(  # noqa: PLR0917
         return LATE
     if step and e.case.optimizer.startswith("adam") and near(_replayed(e, step, name, e.case, counting=False)):
         return COUNT
+    if _decayed(moved, wanted, before):
+        return DECAY
     if any(near(other) for other in _other_optimizers(e, step, name)):
         return OTHER
-    a = torch.stack([wanted.flatten(), before.flatten()], 1)
-    solved = torch.linalg.lstsq(a, moved.flatten().unsqueeze(1)).solution.flatten()
-    left = float((moved.flatten() - a @ solved).norm()) / max(float((moved - wanted).norm()), 1e-300)
-    if left < 0.02 and alike([float(solved[0])], 1.0):
-        return DECAY
-    error = float((moved - wanted).norm()) / max(float(wanted.norm()), 1e-300)
     if all(_multiple(m, w) for m, w in parts):
         return RATE
-    return LOW if error < 2 * UNIT_ROUNDOFF["bfloat16"] else ""
+    return LOW if _rounded(before, moved, wanted) else ""
+
+
+def _decayed(moved: Tensor, wanted: Tensor, before: Tensor) -> bool:
+    """What is left of the movement is a multiple of the weight itself."""
+    error = moved - wanted
+    share = float((error * before).sum() / before.square().sum().clamp_min(1e-300))
+    return bool(torch.isfinite(error).all()) and float((error - share * before).norm()) < 0.02 * float(error.norm())
+
+
+def _rounded(before: Tensor, moved: Tensor, wanted: Tensor) -> bool:
+    """The error is no larger than bf16's rounding of each weight, or of its movement (kept moments), and has no
+    direction."""
+    error = moved - wanted
+    u = UNIT_ROUNDOFF["bfloat16"]
+    small = bool((error.abs() <= 1.01 * u * (before + wanted).abs() + 2 * u * wanted.abs()).all())
+    aligned = abs(float((error * wanted).sum())) > 0.5 * float(error.norm() * wanted.norm())
+    return small and not aligned
 
 
 def _multiple(moved: Tensor, wanted: Tensor) -> bool:
+    """Moved by a multiple of what was asked, not the same and not nothing."""
     ratio = float((moved * wanted).sum() / wanted.square().sum().clamp_min(1e-300))
     off = float((moved - wanted).norm())
-    return off <= 1e-5 * float(wanted.norm()) or float((moved - ratio * wanted).norm()) < 0.05 * off
+    other = abs(ratio - 1) > 1e-5 and abs(ratio) > 1e-5
+    return other and float((moved - ratio * wanted).norm()) < 0.05 * off
 
 
 def _other_optimizers(e: Evidence, step: int, name: str) -> Iterator[Tensor]:
@@ -812,12 +852,11 @@ def _replayed(e: Evidence, step: int, name: str, case: Case, *, counting: bool =
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table: if `when` holds, `weight` speaks for `bug_class`, because of `why`."""
+    """One row of the table: a symptom, for people and as a predicate, and the weight with which it speaks for classes."""
 
-    bug_class: int
-    weight: float
     why: str
     when: Callable[[Symptoms], object]
+    classes: Mapping[int, float]
 
 
 def _is(value: float | None, other: float) -> bool:
@@ -827,6 +866,10 @@ def _is(value: float | None, other: float) -> bool:
 def _law(bug_class: int) -> Callable[[Symptoms], object]:
     mine = {law.meaning for law in LAWS if law.bug_class == bug_class}
     return lambda s: bool(mine & set(s.losses))
+
+
+def _wrong_loss(s: Symptoms) -> bool:
+    return s.says("loss") and not s.says("logits")
 
 
 def _zeros(s: Symptoms, part: str) -> str:
@@ -839,8 +882,16 @@ def _zeros(s: Symptoms, part: str) -> str:
     return "all" if all(none) else "some"
 
 
+def _missing(where: str) -> Callable[[Symptoms], object]:
+    return lambda s: where in (_zeros(s, LOOKUP), _zeros(s, PROJECTION))
+
+
+def _scaled_part(s: Symptoms) -> bool:
+    return s.varies == {"part"} and _only(s, "tied") and not _zeros(s, LOOKUP) and not _zeros(s, PROJECTION)
+
+
 def _by_dp(s: Symptoms) -> bool:
-    return "dp_rank" in s.varies and s.case.dp > 1
+    return "dp_rank" in s.varies
 
 
 def _own_data_only(s: Symptoms) -> bool:
@@ -849,21 +900,57 @@ def _own_data_only(s: Symptoms) -> bool:
     return any(sum(all(not _is(v, 0.0) for v in g) for g in by_rank) == 1 for by_rank in groups if len(by_rank) > 1)
 
 
+def _one_part_by_dp(s: Symptoms) -> bool:
+    return {"part", "dp_rank"} <= s.varies
+
+
+def _by_tokens(s: Symptoms) -> bool:
+    """Micro-batches count in proportion to their tokens: a mean over one number of tokens for all of them."""
+    counts = {
+        (dp_rank, micro): int((micro_batch(s.case, s.step, micro, dp_rank).labels != IGNORED).sum())
+        for dp_rank in range(s.case.dp)
+        for micro in range(s.case.accumulate)
+    }
+    fits = [f for f in s.family("terms") if f.varies & {"dp_rank", "micro"}]
+    return bool(fits) and all(
+        alike([c / counts[t.dp_rank, t.micro] for t, c in f.coefficients.items()], grain=1e-4) for f in fits
+    )
+
+
+def _everywhere(s: Symptoms, factor: float) -> bool:
+    """Every gradient is `factor` times too large or too small."""
+    return factor > 1 and s.everything and (_is(s.factor, factor) or _is(s.factor, 1 / factor))
+
+
+def _tp_times(s: Symptoms) -> bool:
+    return s.clean_forward and _power_of_tp(s.top_factor, s.case)
+
+
 def _power_of_tp(value: float | None, case: Case) -> bool:
     return value is not None and case.tp > 1 and any(_is(value, float(case.tp**n)) for n in range(1, 9))
 
 
 def _below_head(s: Symptoms) -> bool:
     """The head is right, a gradient below it is wrong."""
-    return s.clean_forward and s.top is not None and s.kind(s.top) not in ("head", "bias") and s.top.name != HEAD
+    return s.clean_forward and s.top is not None and s.kind(s.top) != "bias" and s.top.name != HEAD
+
+
+def _lost_below_head(s: Symptoms) -> bool:
+    return _below_head(s) and s.case.tp > 1 and not _only(s, "tied", "embedding")
+
+
+def _at_head(s: Symptoms) -> bool:
+    return s.clean_forward and s.top is not None and s.top.name == HEAD and not s.top.wrong[0].fit.explained
 
 
 def _through_own_shard(s: Symptoms) -> bool:
     return any(len(f.coefficients) < s.case.tp for f in s.family("through head"))
 
 
-def _resumed(s: Symptoms) -> bool:
-    return s.case.resume != "none" and s.step >= 1
+def _mixed(s: Symptoms, value: float) -> bool:
+    """Slices hold `value` of every tensor-parallel rank's slice."""
+    fits = [f.coefficients for f in s.family("shards") if len(f.coefficients) > 1]
+    return any(all(_is(v, value) for v in found.values()) for found in fits)
 
 
 def _dead_on_some_ranks(s: Symptoms) -> bool:
@@ -874,178 +961,218 @@ def _only(s: Symptoms, *kinds: str) -> bool:
     return bool(s.gradients) and s.kinds <= set(kinds)
 
 
-def _moves(s: Symptoms, *causes: str) -> bool:
-    return any(moved.cause in causes for moved in s.updates)
-
-
-def _norm_says(s: Symptoms, *words: str) -> bool:
-    return any(word in law for law in s.norms for word in words)
-
-
-def _shard_only(s: Symptoms) -> bool:
-    """One shard of a weight (or some rows of it) is wrong, the others are right."""
-    told = [m for m in s.updates if m.cause in ("", STILL, LATE, RATE)]
-    return any(0 < len(m.still) < len(m.ratio) or m.rows.share < 1 for m in told)
-
-
-def _mixed(s: Symptoms, value: float) -> bool:
-    return any(
-        len(f.coefficients) > 1 and all(_is(v, value) for v in f.coefficients.values()) for f in s.family("shards")
+def _no_number(s: Symptoms) -> bool:
+    words = ("nan", "inf", "not finite")
+    return any(not x.finite for p in s.gradients for x in p.slices) or any(
+        word in s.evidence.get(name, "") for name in ("loss", "logits") for word in words
     )
+
+
+def _resumed(s: Symptoms) -> bool:
+    """The case resumes, and the first step after that (or the state right after it) is the first wrong one."""
+    return s.case.resume != "none" and s.step <= 1
+
+
+def _first_after(s: Symptoms) -> bool:
+    """Right after the resumption, and nothing before it: weights are not those that were saved, or the next step."""
+    return _resumed(s) and (s.says("update", "replicas") or s.step == 1)
+
+
+def _recomputed(s: Symptoms) -> bool:
+    return s.case.recompute != "none" and s.clean_forward
+
+
+def _recomputed_factor(s: Symptoms) -> bool:
+    return _recomputed(s) and any(f.explained and f.family in ("terms", "projection") for f in s.fits)
+
+
+def _moves(*causes: str) -> Callable[[Symptoms], bool]:
+    return lambda s: any(moved.cause in causes for moved in s.updates)
+
+
+def _all_move(s: Symptoms, *causes: str) -> bool:
+    """Every weight that moves wrongly does so for one of these causes, and it is not just one weight."""
+    return len(s.updates) > 1 and all(moved.cause in causes for moved in s.updates)
+
+
+def _part_of_a_weight(s: Symptoms) -> bool:
+    """One shard of a weight, or some of its rows, moves wrongly, the others rightly."""
+    told = [m for m in s.updates if m.cause in ("", STILL, LATE)]
+    return any(0 < len(m.still) < len(m.ratio) or m.rows.share < 1 or 0 < len(m.wrong) < len(m.ratio) for m in told)
+
+
+def _norm_alone(s: Symptoms) -> bool:
+    return s.says("gradient_norm") and not s.gradients
+
+
+def _norm(*words: str) -> Callable[[Symptoms], bool]:
+    return lambda s: _norm_alone(s) and any(word in law for law in s.norms for word in words)
+
+
+def _own_norm(s: Symptoms) -> bool:
+    return (_norm_alone(s) and s.drift == "norm") or bool(_norm("rank to rank", "own shards")(s))
 
 
 def _tokens_of_one_shard(s: Symptoms) -> bool:
-    """Errors begin only at tokens whose rows one shard holds, or at the border between shards."""
-    if not s.forward or s.forward.everywhere or s.case.head == "row":
+    """Errors begin only at tokens whose rows one shard holds, or the row before it."""
+    if not s.forward or s.forward.everywhere or s.case.head == "row" or s.case.tp == 1:
         return False
-    ends = [sum(_sizes(s.case)[: i + 1]) for i in range(s.case.tp)]
-    near = [0, *ends]
-    return (
-        any(all(a - 1 <= t <= b for t in s.forward.first_tokens) for a, b in zip(near, ends, strict=False) if b > a)
-        and s.case.tp > 1
+    ends = [0, *(sum(_sizes(s.case)[: i + 1]) for i in range(s.case.tp))]
+    return any(
+        all(begin - 1 <= token < end for token in s.forward.first_tokens) for begin, end in itertools.pairwise(ends)
     )
 
 
-NO_NUMBER = ("nan", "inf", "not finite")
+def _padding_token(s: Symptoms) -> bool:
+    return s.forward is not None and s.case.padding_idx is not None and s.forward.first_tokens == {s.case.padding_idx}
 
-# Weights: 10 a cause in itself, whatever follows from it; 6 a signature that hardly anything else has; 3 fits well;
-# 1 to 2 possible. A class gets its best rule's weight, and a tenth of what its other rules have.
+
+# Weights: 8 and more, a cause by itself, whatever follows from it; 6 to 7, a signature that hardly anything else has; 3
+# to 5, fits; below, possible. A class has its best row's weight, and a tenth of its other rows'.
 RULES: tuple[Rule, ...] = (
     # what ran
-    Rule(30, 10, "the run is not the one that was asked for, or a part of it is missing", lambda s: s.says("complete")),
-    Rule(20, 9.5, "the optimizer lacks a parameter whose gradient is missing too", lambda s: s.says("complete") and s.says("census")),
-    Rule(30, 10, "the live model is not sharded as the case says", lambda s: s.says("layout")),
-    Rule(30, 11, "an observation repeats an earlier one", lambda s: s.repeated),
-    Rule(30, 9, "all numbers are those of a case with another factor", lambda s: s.another),
-    Rule(30, 10, "a rank ran on other data than it was given", lambda s: s.forward and s.forward.whose),
-    Rule(9, 3, "ranks that should differ in their data do not", lambda s: s.forward and s.forward.whose),
+    Rule("a part of the run is missing, or was not the one asked for", lambda s: s.says("complete"), {30: 10}),
+    Rule("the optimizer lacks a parameter", lambda s: s.says("complete") and s.says("census"), {20: 10.5}),
+    Rule("the live model is not sharded as the case says", lambda s: s.says("layout"), {30: 10}),
+    Rule("an observation repeats an earlier one", lambda s: s.repeated, {30: 11}),
+    Rule("a rank ran on other data than it was given", lambda s: s.forward and s.forward.whose, {30: 10, 9: 3}),
+    Rule("all numbers are those of a case with another factor", lambda s: s.another, {30: 9}),
+    Rule("weights move as another optimizer would move them", lambda s: _all_move(s, OTHER), {30: 8}),
     # the tie
-    Rule(3, 10, "an untied model has one weight", lambda s: s.says("tie") and not s.case.tied),
-    Rule(1, 8, "embedding and head are no longer one weight", lambda s: s.tie_lost),
-    Rule(1, 8, "the tie was never made", lambda s: s.says("tie") and s.case.tied and not s.tie_lost),
-    Rule(2, 9, "the tie is lost when layers are replaced by sharded ones", lambda s: s.tie_lost == "sharded" and s.case.tie_when == "construction"),
-    Rule(26, 7, "the tie is lost before anything is sharded", lambda s: s.tie_lost == "loaded"),
-    Rule(26, 2, "a cast or resize makes a new parameter", lambda s: s.tie_lost),
-    Rule(25, 10, "the tie is lost when a checkpoint is loaded", lambda s: "resum" in s.tie_lost or "reload" in s.tie_lost),
-    # where it starts
-    Rule(24, 9, "a shard does not start from its part of the given weights", lambda s: s.says("start") and not s.says("tie")),
-    Rule(30, 10, "the ranks report each other's shards: what they compute does not belong to what they show", lambda s: s.start and s.says("logits", "gradient")),
-    Rule(30, 3, "the ranks may report each other's shards", lambda s: s.start),
-    Rule(25, 9, "the first step after the checkpoint is the first wrong one", lambda s: _resumed(s) and s.step == 1),
-    Rule(25, 4, "it begins after a checkpoint was loaded", lambda s: _resumed(s)),
-    Rule(20, 9, "the optimizer does not hold each parameter once", lambda s: s.says("census") and not s.says("tie")),
-    Rule(27, 9, "ranks issue different collectives", lambda s: s.says("collectives") and not s.says("layout")),
-    Rule(9, 9.5, "ranks issue different collectives, and data-parallel copies of gradients differ", lambda s: s.says("collectives") and s.drift == "gradients" and _by_dp(s)),
-    # replicas
-    Rule(22, 8, "gradients are right and equal, and copies of weights differ after the step", lambda s: s.drift == "weights" and not s.gradients),
-    Rule(22, 2, "copies differ", lambda s: s.says("replicas")),
-    Rule(31, 6, "only the head's bias is wrong", lambda s: _only(s, "bias") or s.drift_of == (HEAD_BIAS,)),
+    Rule("an untied model has one weight", lambda s: s.says("tie") and not s.case.tied, {3: 10}),
+    Rule("the tie was never made", lambda s: s.says("tie") and s.case.tied and not s.tie_lost, {1: 8, 2: 6}),
+    Rule("embedding and head are no longer one weight", lambda s: s.tie_lost, {1: 8, 26: 2}),
+    Rule("the tie is lost when sharded layers are put in", lambda s: s.tie_lost == "sharded", {2: 9}),
+    Rule("the tie is made, and lost at once", lambda s: s.tie_lost == "tied", {2: 5}),
+    Rule("the tie is lost before anything is sharded", lambda s: s.tie_lost == "loaded", {26: 7}),
+    Rule("the tie is lost when a checkpoint is loaded", lambda s: s.tie_lost == "resumed", {25: 10}),
+    # where it starts, and what it resumes from
+    Rule("a shard does not start from the given weights", lambda s: s.says("start") and not s.says("tie"), {24: 9}),
+    Rule("ranks hold each other's shards, and compute with others", lambda s: s.start and s.says("logits"), {30: 10}),
+    Rule("ranks hold each other's shards", lambda s: s.start, {30: 3}),
+    Rule("it is wrong right after a checkpoint was loaded, and not before", _first_after, {25: 9}),
+    Rule("a frozen weight moved", lambda s: "frozen" in s.evidence.get("update", ""), {20: 3, 25: 3, 11: 2}),
+    # copies and collectives
+    Rule("the optimizer does not hold each parameter once", lambda s: s.says("census") and not s.says("tie"), {20: 9}),
+    Rule("ranks issue different collectives", lambda s: s.says("collectives") and not s.says("layout"), {27: 9}),
+    Rule("… and gradients were not reduced", lambda s: s.says("collectives") and _own_data_only(s), {9: 9.5}),
+    Rule("gradients agree, copies of weights do not", lambda s: s.drift == "weights" and not s.gradients, {22: 8}),
+    Rule("… and one rank clips by itself", lambda s: s.drift == "weights" and s.case.clip > 0 and s.uneven, {19: 8.5}),
+    Rule("copies differ", lambda s: s.says("replicas"), {22: 2}),
+    Rule("only the head's bias is wrong", lambda s: _only(s, "bias") or s.drift_of == (HEAD_BIAS,), {31: 6}),
     # precision
-    Rule(28, 8, "values or master weights of a lower precision than asked", lambda s: s.says("precision")),
-    Rule(28, 7, "the error looks like rounding to a lower precision, everywhere", lambda s: s.rounding and not s.says("replicas")),
-    Rule(28, 3, "the error looks like rounding to a lower precision", lambda s: s.rounding),
-    Rule(28, 7, "a rank multiplies in another precision than asked", lambda s: s.says("switches")),
-    Rule(28, 6.5, "weights move as asked, rounded", lambda s: _moves(s, LOW)),
-    Rule(28, 6, "the norm is right to two digits", lambda s: s.flagged == {"gradient_norm"} and _norm_says(s, NEAR)),
+    Rule("values or master weights of a lower precision than asked", lambda s: s.says("precision"), {28: 8}),
+    Rule("a rank multiplies in another precision than asked", lambda s: s.says("switches"), {28: 7}),
+    Rule("the error looks like rounding to a lower precision", lambda s: s.rounding, {28: 7}),
+    Rule("weights are rounded to a lower precision", _moves(LOW), {28: 9.5}),
+    Rule("the norm alone is off, and only a little", _norm(NEAR), {28: 6}),
     # forward
-    Rule(31, 9, "the logits' error is the same for every token, as a bias is", lambda s: s.forward and s.forward.constant and s.case.head_bias == "yes"),
-    Rule(7, 8, "the logits are a multiple of tp", lambda s: s.forward and _power_of_tp(s.forward.factor, s.case)),
-    Rule(5, 5, "the logits are a multiple of what they should be", lambda s: s.forward and s.forward.factor is not None),
-    Rule(11, 7, "columns of the logits stand in other places", lambda s: s.forward and s.forward.moved and s.forward.columns.share < 1),
-    Rule(11, 7, "errors begin at tokens whose rows lie on one shard or its border", _tokens_of_one_shard),
-    Rule(12, 5, "errors begin at the padding row's token", lambda s: s.forward and s.case.padding_idx is not None and s.forward.first_tokens == {s.case.padding_idx}),
-    Rule(23, 2, "the logits are wrong without a pattern", lambda s: s.forward),
-    Rule(8, 1.5, "the logits are wrong", lambda s: s.forward),
-    Rule(11, 1, "the logits are wrong", lambda s: s.forward),
+    Rule("the error of the logits is the same for every token", lambda s: s.forward and s.forward.constant, {31: 9}),
+    Rule("the logits are tp times too large", lambda s: s.forward and _power_of_tp(s.forward.factor, s.case), {7: 8}),
+    Rule("the logits have a factor", lambda s: s.forward and s.forward.factor is not None, {5: 5}),
+    Rule("columns of the logits stand in other places", lambda s: s.forward and s.forward.moved, {11: 7}),
+    Rule("errors begin at tokens of one shard", _tokens_of_one_shard, {11: 7}),
+    Rule("errors begin at the padding row's token", _padding_token, {12: 6}),
+    Rule("the logits are wrong", lambda s: s.forward, {23: 2, 8: 1.5, 11: 1}),
     # loss
-    Rule(13, 8, "the logits are right and the loss counts what must not count", _law(13)),
-    Rule(14, 8, "the logits are right and the loss takes statistics of one shard", _law(14)),
-    Rule(15, 8, "the logits are right and the loss takes them for what they are not", _law(15)),
-    Rule(16, 8, "the logits are right and the softmax is shifted by each shard's own maximum", _law(16)),
-    Rule(17, 8, "the logits are right and the tokens' weights are lost", _law(17)),
-    Rule(14, 2, "the logits are right, the loss is not", lambda s: s.says("loss") and not s.says("logits") and s.case.loss != "mean"),
-    Rule(13, 2, "the logits are right, the loss is not", lambda s: s.says("loss") and not s.says("logits")),
-    Rule(15, 1.9, "the logits are right, the loss is not", lambda s: s.says("loss") and not s.says("logits")),
-    Rule(16, 6, "the loss is no number, or off with large logits", lambda s: s.says("loss") and not s.says("logits") and (s.case.logit_scale > 1 or any(w in s.evidence.get("loss", "") for w in NO_NUMBER))),
-    # one use of the weight
-    Rule(4, 6, "a contribution to the tied gradient is missing on all slices", lambda s: "all" in (_zeros(s, LOOKUP), _zeros(s, PROJECTION))),
-    Rule(8, 3, "a contribution to the tied gradient is missing on all slices", lambda s: "all" in (_zeros(s, LOOKUP), _zeros(s, PROJECTION)) and s.case.tp > 1),
-    Rule(8, 6, "a contribution to the tied gradient is missing on some slices", lambda s: "some" in (_zeros(s, LOOKUP), _zeros(s, PROJECTION))),
-    Rule(4, 5, "a contribution to the tied gradient is missing on some slices", lambda s: "some" in (_zeros(s, LOOKUP), _zeros(s, PROJECTION))),
-    Rule(5, 6, "one contribution to the tied gradient is scaled", lambda s: s.varies == {"part"} and _only(s, "tied") and not _zeros(s, LOOKUP) and not _zeros(s, PROJECTION)),
-    Rule(5, 4, "the gradient of one end of an untied model is scaled", lambda s: s.clean_forward and s.kinds in ({"embedding"}, {"head"}) and s.factor is not None),
+    Rule("the loss counts what must not count", _law(13), {13: 8}),
+    Rule("the loss takes statistics of one shard", _law(14), {14: 8}),
+    Rule("the loss takes its logits for what they are not", _law(15), {15: 8}),
+    Rule("the softmax is shifted by each shard's own maximum", _law(16), {16: 8}),
+    Rule("the loss loses the weights of the tokens", _law(17), {17: 8}),
+    Rule("large logits, and the loss is wrong", lambda s: _wrong_loss(s) and s.case.logit_scale > 1, {16: 6}),
+    Rule("the logits are right, the loss is no number", lambda s: _wrong_loss(s) and _no_number(s), {16: 5}),
+    Rule("the loss is wrong, with a term beside the softmax", lambda s: _wrong_loss(s) and _extra_term(s), {14: 4}),
+    Rule("the logits are right, the loss is not", _wrong_loss, {13: 2, 15: 1.9, 17: 1.5, 16: 1.2}),
+    # uses of the tied weight
+    Rule("a contribution to the tied gradient is missing", _missing("all"), {4: 6, 8: 3}),
+    Rule("a contribution to the tied gradient is missing on some slices", _missing("some"), {8: 6, 4: 5}),
+    Rule("one contribution to the tied gradient is scaled", _scaled_part, {5: 6}),
+    Rule("one end of the model has a factor", lambda s: _ends(s) and s.factor is not None, {5: 4}),
     # data parallelism and accumulation
-    Rule(9, 7, "a copy of the gradients holds one data-parallel rank's data only", lambda s: _by_dp(s) and _own_data_only(s) and "part" not in s.varies),
-    Rule(10, 7, "one contribution is reduced over data-parallel ranks, the other is not", lambda s: {"part", "dp_rank"} <= s.varies),
-    Rule(9, 3, "one contribution is reduced over data-parallel ranks, the other is not", lambda s: {"part", "dp_rank"} <= s.varies),
-    Rule(10, 6, "each data-parallel rank's data count with a factor of its own", lambda s: _by_dp(s) and not _own_data_only(s)),
-    Rule(9, 4, "data-parallel ranks do not count alike", _by_dp),
-    Rule(21, 7, "micro-batches do not count alike", lambda s: "micro" in s.varies),
-    Rule(9, 6, "every gradient is dp times too large or small", lambda s: s.case.dp > 1 and s.everything and (_is(s.factor, s.case.dp) or _is(s.factor, 1 / s.case.dp))),
-    Rule(21, 6.5, "every gradient is as many times too large or small as there are micro-batches", lambda s: s.case.accumulate > 1 and s.everything and (_is(s.factor, s.case.accumulate) or _is(s.factor, 1 / s.case.accumulate))),
-    Rule(9, 5, "every gradient is tp times too large or small", lambda s: s.case.tp > 1 and s.everything and (_is(s.factor, s.case.tp) or _is(s.factor, 1 / s.case.tp))),
-    Rule(10, 3, "every gradient has the same factor", lambda s: s.everything and s.factor is not None and s.case.clip > 0),
-    Rule(17, 3, "the loss is right and every gradient has the same factor", lambda s: s.clean_forward and s.everything and s.factor is not None),
-    Rule(9, 6, "slices of all tensor-parallel ranks are averaged", lambda s: s.case.tp > 1 and _mixed(s, 1 / s.case.tp)),
-    Rule(7, 6, "slices of all tensor-parallel ranks are summed", lambda s: _mixed(s, 1.0)),
-    # reductions of tensor parallelism
-    Rule(29, 7, "what is recomputed in backward has a factor", lambda s: s.case.recompute != "none" and s.clean_forward and s.top_factor is not None and not _is(s.top_factor, 0)),
-    Rule(29, 4, "gradients are wrong with recomputing on", lambda s: s.case.recompute != "none" and s.clean_forward),
-    Rule(7, 6, "gradients are tp times what they should be", lambda s: _below_head(s) and _power_of_tp(s.top_factor, s.case)),
-    Rule(7, 5, "gradients are tp times what they should be", lambda s: s.clean_forward and _power_of_tp(s.top_factor, s.case)),
-    Rule(6, 6, "below the head each rank has its own shard's part of the gradient only", _through_own_shard),
-    Rule(8, 5, "below the head each rank has its own shard's part of the gradient only", _through_own_shard),
-    Rule(8, 2, "… and the activation that enters the head is strided", lambda s: _through_own_shard(s) and s.case.activation == "transposed"),
-    Rule(8, 6, "some ranks' shards have no gradient", _dead_on_some_ranks),
-    Rule(6, 3, "the head is right, gradients below it are not", lambda s: _below_head(s) and s.case.tp > 1 and not _only(s, "tied", "embedding")),
-    Rule(8, 2.5, "the head is right, gradients below it are not", lambda s: _below_head(s) and s.case.tp > 1),
-    Rule(23, 2.6, "the head is right, gradients below it are not, without a pattern", lambda s: _below_head(s) and s.top_factor is None),
+    Rule("a copy holds one data-parallel rank's data only", lambda s: _by_dp(s) and _own_data_only(s), {9: 6.5}),
+    Rule("one contribution is reduced over data-parallel ranks, the other not", _one_part_by_dp, {10: 7.5, 9: 3}),
+    Rule(
+        "data-parallel ranks count by factors of their own",
+        lambda s: _by_dp(s) and not _own_data_only(s),
+        {10: 6, 9: 4},
+    ),
+    Rule("micro-batches do not count alike", lambda s: "micro" in s.varies, {21: 7}),
+    Rule("micro-batches count by their number of tokens", _by_tokens, {17: 7.5}),
+    Rule("every gradient is dp times off", lambda s: _everywhere(s, s.case.dp), {9: 6}),
+    Rule(
+        "every gradient is off by the number of micro-batches", lambda s: _everywhere(s, s.case.accumulate), {21: 6.5}
+    ),
+    Rule("every gradient is tp times off", lambda s: _everywhere(s, s.case.tp), {9: 5}),
+    Rule("every gradient has one factor", lambda s: s.clean_forward and s.everything and s.factor, {17: 3, 10: 2}),
+    Rule("slices of tensor-parallel ranks are averaged", lambda s: s.case.tp > 1 and _mixed(s, 1 / s.case.tp), {9: 6}),
+    Rule("slices of tensor-parallel ranks are summed", lambda s: _mixed(s, 1.0), {7: 6}),
+    # reductions over tensor-parallel ranks
+    Rule("what is recomputed counts otherwise", _recomputed_factor, {29: 7}),
+    Rule("gradients are wrong where something is recomputed", _recomputed, {29: 6.2}),
+    Rule("gradients are tp times too large", _tp_times, {7: 6}),
+    Rule("below the head each rank has its own shard's part only", _through_own_shard, {6: 6.5, 8: 5.5}),
+    Rule("some ranks' shards have no gradient", _dead_on_some_ranks, {8: 6}),
+    Rule("the head is right, gradients below it are not", _lost_below_head, {6: 3, 8: 2.5}),
+    Rule("… without a pattern", lambda s: _below_head(s) and s.top_factor is None, {23: 2.9}),
     # rows
-    Rule(12, 7, "only the padding row is wrong, or the row of its number on another shard", lambda s: s.lie("padding row")),
-    Rule(11, 6, "only rows at the border of shards, or beyond the shortest shard, are wrong", lambda s: s.lie("border") or s.lie("beyond the shortest")),
-    Rule(11, 2, "only rows of one shard are wrong", lambda s: s.lie("shard") and not s.lie("padding row")),
-    Rule(23, 3, "only rows that nothing touches are wrong", lambda s: s.lie("no token")),
+    Rule("only the padding row is wrong, or its number on another shard", lambda s: s.lie("padding row"), {12: 7}),
+    Rule("only rows at the border of shards are wrong", lambda s: s.lie("border"), {11: 6}),
+    Rule("only rows beyond the shortest shard are wrong", lambda s: s.lie("beyond the shortest"), {11: 6}),
+    Rule("only rows of one shard are wrong", lambda s: s.lie("shard") and not s.lie("padding row"), {11: 2}),
+    Rule("only rows that nothing touches are wrong", lambda s: s.lie("no token"), {23: 3}),
     # stale and strange
-    Rule(23, 7, "the gradient holds that of the step before", lambda s: s.family("step before")),
-    Rule(23, 6, "every gradient is zero in the first step", lambda s: s.everything and s.dead and _is(s.factor, 0.0)),
-    Rule(27, 7, "a gradient holds terms of another tensor of its shape", lambda s: s.family("other tensor")),
-    Rule(17, 4, "loss and logits are right and the head's gradient is not", lambda s: s.clean_forward and s.top is not None and (s.kind(s.top) == "head" or s.top.name == HEAD) and not s.top.wrong[0].fit.explained),
-    Rule(23, 3, "a gradient is explained by nothing", lambda s: s.clean_forward and not any(f.explained for f in s.fits)),
-    Rule(16, 5, "a gradient is no number", lambda s: any(not x.finite for p in s.gradients for x in p.slices) and s.case.logit_scale > 1),
-    Rule(23, 5, "a gradient is no number", lambda s: any(not x.finite for p in s.gradients for x in p.slices)),
-    Rule(4, 4, "a gradient is zero", lambda s: s.dead),
-    # norm and update
-    Rule(18, 7, "gradients are right, the norm counts something twice or not at all", lambda s: s.says("gradient_norm") and not s.gradients and _norm_says(s, "counts", "leaves")),
-    Rule(19, 8, "gradients are right, the norm is each rank's own", lambda s: s.says("gradient_norm") and not s.gradients and (_norm_says(s, "rank to rank", "own shards") or s.drift == "norm")),
-    Rule(18, 4, "gradients are right, the norm is not", lambda s: s.says("gradient_norm") and not s.gradients),
-    Rule(19, 3, "gradients are right, the norm is not", lambda s: s.says("gradient_norm") and not s.gradients),
-    Rule(11, 7, "gradients are right, and a part of a weight does not move", lambda s: _moves(s, STILL) and _shard_only(s)),
-    Rule(11, 6, "gradients are right, and one shard moves otherwise than the replay says", lambda s: s.updates and _shard_only(s)),
-    Rule(25, 5, "gradients are right, and a weight does not move", lambda s: _moves(s, STILL)),
-    Rule(23, 7, "weights move as the step before asked", lambda s: _moves(s, LATE)),
-    Rule(23, 6.5, "no weight moves in the first step", lambda s: s.step == 0 and s.updates and all(m.cause == STILL for m in s.updates)),
-    Rule(11, 5, "weights move as the step before asked", lambda s: _moves(s, LATE)),
-    Rule(25, 8, "weights move as if the optimizer's state were new", lambda s: _moves(s, FRESH, COUNT)),
-    Rule(20, 7, "weights decay otherwise than asked", lambda s: _moves(s, DECAY)),
-    Rule(19, 6, "gradients are right, and weights move by another amount", lambda s: _moves(s, RATE) and s.case.clip > 0),
-    Rule(25, 5, "gradients are right, and weights move by another amount", lambda s: _moves(s, RATE)),
-    Rule(30, 6, "weights move as another optimizer would move them", lambda s: _moves(s, OTHER)),
-    Rule(20, 2, "gradients are right, updates are not", lambda s: s.updates),
-    Rule(25, 3, "gradients are right, updates are not", lambda s: s.updates and s.case.optimizer != "sgd"),
-)  # fmt: skip
+    Rule("the gradient holds that of the step before", lambda s: s.family("step before"), {23: 7}),
+    Rule("every gradient is zero", lambda s: s.everything and _is(s.factor, 0.0), {23: 6.5}),
+    Rule("a gradient is zero", lambda s: s.dead, {4: 4}),
+    Rule("a gradient holds terms of another tensor", lambda s: s.family("other tensor"), {27: 7}),
+    Rule("the head's gradient is wrong, loss and logits are not", _at_head, {17: 4}),
+    Rule(
+        "a gradient is explained by nothing",
+        lambda s: s.clean_forward and not any(f.explained for f in s.fits),
+        {23: 3},
+    ),
+    Rule("something is no number", _no_number, {23: 3, 16: 2}),
+    # norm
+    Rule("the norm counts something twice or not at all", _norm("counts", "leaves"), {18: 7}),
+    Rule("the norm is each rank's own", _own_norm, {19: 8}),
+    Rule("the norm grows where gradients are tiny", lambda s: _norm_alone(s) and s.tiny, {19: 5}),
+    Rule("gradients are right, the norm is not", _norm_alone, {18: 4, 19: 3}),
+    # update
+    Rule("a part of a weight moves otherwise than asked", _part_of_a_weight, {11: 6}),
+    Rule("a part of a weight does not move", lambda s: _part_of_a_weight(s) and _moves(STILL)(s), {11: 7}),
+    Rule("a weight does not move", _moves(STILL), {25: 5, 11: 3}),
+    Rule("no weight moves in the first step", lambda s: s.step == 0 and _all_move(s, STILL), {23: 6.5}),
+    Rule("weights move as the step before asked", _moves(LATE), {23: 7, 11: 5}),
+    Rule("weights move as if the optimizer's state were new", _moves(FRESH, COUNT), {25: 8}),
+    Rule("weights decay otherwise than asked", _moves(DECAY), {20: 7}),
+    Rule("weights move by another amount, with clipping", lambda s: _moves(RATE)(s) and s.case.clip > 0, {19: 6}),
+    Rule("weights move by another amount", _moves(RATE), {25: 5, 20: 2}),
+    Rule("gradients are right, updates are not", lambda s: s.updates, {20: 2}),
+    Rule("… and the optimizer keeps moments", lambda s: s.updates and s.case.optimizer != "sgd", {25: 3}),
+)
+
+
+def _ends(s: Symptoms) -> bool:
+    return s.clean_forward and s.kinds in ({"embedding"}, {"head"})
+
+
+def _extra_term(s: Symptoms) -> bool:
+    return s.case.loss in ("smoothed", "z_loss")
 
 
 def guesses(found: Symptoms) -> tuple[Guess, ...]:
     """Classes that the rules speak for, best first."""
-    votes: dict[int, list[Rule]] = {}
+    votes: dict[int, list[tuple[float, str]]] = {}
     for rule in RULES:
         if _holds(rule, found):
-            votes.setdefault(rule.bug_class, []).append(rule)
+            for bug_class, weight in rule.classes.items():
+                votes.setdefault(bug_class, []).append((weight, rule.why.removeprefix("… and ").removeprefix("… ")))
     ranked = []
-    for bug_class, rules in votes.items():
-        best = max(rules, key=lambda rule: rule.weight)
-        total = best.weight + 0.1 * (sum(rule.weight for rule in rules) - best.weight)
-        ranked.append(Guess(bug_class, NAMES[bug_class], round(total, 2), best.why))
+    for bug_class, spoken in votes.items():
+        weight, why = max(spoken, key=lambda vote: vote[0])
+        total = weight + 0.1 * (sum(vote[0] for vote in spoken) - weight)
+        ranked.append(Guess(bug_class, NAMES[bug_class], round(total, 2), why))
     return tuple(sorted(ranked, key=lambda guess: (-guess.weight, guess.bug_class)))
 
 

@@ -380,9 +380,11 @@ def whole_dtype(e: Evidence, what: str) -> str:
 
 def contributions(run: Tensor, exact: Evaluation) -> str:
     """Share of each contribution in a tied gradient: least-squares fit of run = a * lookup + b * projection."""
-    if exact.lookup is None or exact.projection is None or not bool(torch.isfinite(run).all()):
-        return "no finite gradient"
+    if exact.lookup is None or exact.projection is None:
+        return "no gradient"
     parts = torch.stack([exact.lookup.double().flatten(), exact.projection.double().flatten()], 1)
+    if not bool(torch.isfinite(run).all() and torch.isfinite(parts).all()):
+        return "no finite gradient"
     fit = torch.linalg.lstsq(parts, run.double().flatten().unsqueeze(1)).solution.flatten().tolist()
     return f"{fit[0]:.3f} of the lookup's and {fit[1]:.3f} of the projection's contribution"
 

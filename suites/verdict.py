@@ -149,7 +149,8 @@ def conclude(
         if found.verdict in (BUG, PRECISION):
             break
     verdict, reason = _together(case, first, worst, rungs, higher)
-    said = f"{reason}; at {arithmetic(case)} {first.evidence}" if reason else first.evidence
+    said = first.evidence.removesuffix(_second_opinion(case))
+    said = f"{reason.rstrip('.')}; at {arithmetic(case)} {said}" if reason else said
     return dataclasses.replace(first, verdict=verdict, evidence=said, rungs=tuple(rungs), open=False)
 
 
@@ -240,7 +241,7 @@ def judge(case: Case, ranks: Sequence[RankObservation], cache: ReferenceCache | 
         if resembles:
             text += f"; the error looks like rounding to {resembles}"
         if wavering:
-            text += f"; one precision alone cannot tell{_second_opinion(case)}"
+            text += _second_opinion(case)
     elif blind:
         text = "blind: " + "; ".join(blind)
     else:
@@ -394,10 +395,11 @@ def _rounded_updates(evidence: Evidence) -> str:
 
 
 def _second_opinion(case: Case) -> str:
+    text = "; one precision alone cannot tell"
     try:
-        return f"; ask fp64: tiebench run --case '{case.but(dtype='float64', matmul='ieee').id}'"
+        return f"{text}; ask fp64: tiebench run --case '{case.but(dtype='float64', matmul='ieee').id}'"
     except ValueError:
-        return "; this path has no higher precision to ask"
+        return f"{text}; this path has no higher precision to ask"
 
 
 def describe(measured: Measured) -> Mapping[str, object]:

@@ -290,15 +290,18 @@ def ds_uneven_collectives() -> list[Replacement]:
     return [(engine, "allreduce_gradients", broken)]
 
 
-@TABLE.fault(27, needs="head=vocab, tp > 1", case=VOCAB, invisible=ROW, caught_by=("hang",))
-def ds_skipped_collective() -> list[Replacement]:
-    """The second tensor-parallel rank skips a reduction of the sharded loss."""
+@TABLE.fault(27, needs=TP, case=ROW, invisible=DP, caught_by=("hang",))
+def ds_collective_of_one_rank() -> list[Replacement]:
+    """The second rank waits in a reduction over all ranks that no other rank issues."""
+    engine = _engine()
+    original = engine.allreduce_gradients
 
-    def change(place: int, tensor: Tensor, group: Any, reduce: Callable[[], None]) -> None:
-        if place != 0 or dist.get_rank(group) == 0:
-            reduce()
+    def broken(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.autotp_size() > 1 and dist.get_rank() == 1:
+            dist.all_reduce(torch.zeros(1, device=self.device))
+        original(self, *args, **kwargs)
 
-    return [_loss_reductions(change)]
+    return [(engine, "allreduce_gradients", broken)]
 
 
 # --- rows, shards, layout ------------------------------------------------------------------------------------------
@@ -325,18 +328,16 @@ def ds_lookup_assumes_even_shards() -> list[Replacement]:
     11, needs="head=vocab, vocab not divisible by tp", case=VOCAB, invisible=EVEN_VOCAB, caught_by=("loss", "gradient")
 )
 def ds_labels_assume_even_shards() -> list[Replacement]:
-    """The sharded loss looks labels up as if the shards were cut evenly, and no rank has the label between them."""
-    cls = _part("sequence.cross_entropy", "_VocabParallelCrossEntropy")
-    original = cls.forward
+    """The sharded loss looks labels up as if shards were cut evenly: one row too early, and the last label nowhere."""
+    module = _part("sequence.cross_entropy")
+    original = module.vocab_parallel_cross_entropy
 
-    def broken(ctx: Any, logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
-        group, start, end, ignored = rest
-        vocab = torch.tensor(end - start, device=logits.device)
-        dist.all_reduce(vocab, group=group)
-        even = dist.get_rank(group) * (int(vocab) // dist.get_world_size(group))
-        return original(ctx, logits, target, group, even, even + end - start, ignored)
+    def broken(*args: Any, **kwargs: Any) -> Tensor:
+        group, begin, end = (kwargs[name] for name in ("tp_group", "vocab_start_index", "vocab_end_index"))
+        even = dist.get_rank(group) * (kwargs["global_vocab_size"] // dist.get_world_size(group))
+        return original(*args, **{**kwargs, "vocab_start_index": even, "vocab_end_index": even + end - begin})
 
-    return [(cls, "forward", staticmethod(broken))]
+    return [(module, "vocab_parallel_cross_entropy", broken)]
 
 
 @TABLE.fault(
