@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ci.ranks import Settings
+from ci.records import expected
 from ci.supervisor import Plan, Session
 from suites.cases import Case
 from suites.observe import RankObservation
@@ -46,3 +47,43 @@ class Judging:
     def time_cached(self, ranks: list[RankObservation]) -> None:
         """With the reference cached, as in a plan of many cases."""
         judge(CASE, ranks, self.cache)
+
+
+CASES = (
+    CASE,
+    Case("handwritten", head="vocab", hidden=35, vocab=67),
+    Case("handwritten", head="row", hidden=35, matmul="tf32"),
+    Case("handwritten", head="row", hidden=35, dtype="bfloat16"),
+    Case("handwritten", head="row", hidden=256, vocab=4096, layers=8),
+)
+ROUNDS = 3
+
+
+class VerdictCost:
+    """How much of a case's time is everything beyond training it: reading the live model, reference, oracles."""
+
+    version = "1"
+    timeout = 600
+
+    def setup_cache(self) -> list[tuple[float, float]]:
+        """Of each run: seconds of its verdict, and of the whole case."""
+        found = []
+        plan = Plan("asv", CASES, budget=500)
+        with tempfile.TemporaryDirectory() as directory, Session(Path(directory) / "run", plan) as session:
+            for case in CASES * ROUNDS:
+                record = session.run(case)
+                if not expected(record):
+                    raise RuntimeError(f"{record.verdict}: {record.evidence}")
+                found.append((record.verdict_seconds or 0.0, record.wall_seconds or 0.0))
+        return found[len(CASES) :]  # the first round warms up
+
+    def track_share(self, costs: list[tuple[float, float]]) -> float:
+        """Seconds of verdicts over seconds of cases."""
+        return sum(verdict for verdict, _ in costs) / sum(wall for _, wall in costs)
+
+    def track_seconds(self, costs: list[tuple[float, float]]) -> dict[str, object]:
+        """Seconds of the verdict of one case, all sizes and precisions together."""
+        return {"samples": [verdict for verdict, _ in costs], "number": 1}
+
+    track_share.unit = "of a case's wall time"
+    track_seconds.unit = "seconds"

@@ -11,16 +11,20 @@ A directory that holds rows already is gone on with: what is there is not run ag
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
-from ci import records, supervisor
+from ci import plans, records, supervisor
+from ci.display import duration
 from ci.ranks import Settings
 from ci.records import LogError, Record
 from ci.supervisor import Patch, Plan, Session, Subject
@@ -36,6 +40,8 @@ from suites.verdict import Judgement, conclude
 
 RUNS, JSON, MARKDOWN = "runs.jsonl", "calibration.json", "calibration.md"
 SCHEMA = 1
+MOST_RANKS = 4
+EVERY = 25  # runs between two lines of progress
 CASE_LIMIT = 180.0  # seconds: the largest models on a busy machine
 # Ranks know the faults of the table; this adds those of graded size.
 REGISTER = "from suites import faults\nfrom suites.faults import graded\n\nfaults.FAULTS.update(graded.GRADED)\n"
@@ -67,6 +73,23 @@ class _Session(Session):
         return {"status": "finished", "verdict": self.judged.verdict, "evidence": self.judged.evidence}
 
 
+def jobs(*, quick: bool, paths: Sequence[str], precisions: Sequence[str], device: str) -> list[Job]:
+    """What a calibration runs: all null cases of plan nightly where a path is a framework's.
+
+    Args:
+        precisions: keys of `suites.precision.UNIT_ROUNDOFF`.
+        device: "auto" or "cpu"; on GPUs no case has more ranks than there are GPUs, and truncation is left out.
+    """
+    ranks = MOST_RANKS
+    if device == "auto" and torch.cuda.is_available():
+        ranks = min(ranks, torch.cuda.device_count())
+        precisions = [precision for precision in precisions if precision != "tf32_truncated"]
+    cases = [case for case in plans.PLANS["nightly"].cases if case.path in paths and case.path != calibration.PATH]
+    size = calibration.QUICK if quick else calibration.FULL
+    own = calibration.PATH in paths
+    return calibration.plan(size, cases, own=own, precisions=precisions, ranks=ranks)
+
+
 def read(directory: Path) -> list[Run]:
     """The runs of a directory so far; a last line that was cut off is dropped, from the file too.
 
@@ -92,7 +115,7 @@ def read(directory: Path) -> list[Run]:
 
 
 def run(
-    jobs: Sequence[Job],
+    wanted: Sequence[Job],
     directory: Path,
     settings: Settings,
     on_start: Callable[[int, int], None] = lambda done, left: None,
@@ -108,8 +131,8 @@ def run(
         LogError, SetupError: as `Session`; the rows so far stay.
     """
     done = {found.job for found in read(directory)}
-    todo = [job for job in jobs if job not in done]
-    on_start(len(jobs) - len(todo), len(todo))
+    todo = [job for job in wanted if job not in done]
+    on_start(len(wanted) - len(todo), len(todo))
     if not todo:
         return
     try:
@@ -156,17 +179,17 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def write(directory: Path, jobs: Sequence[Job]) -> Result:
+def write(directory: Path, wanted: Sequence[Job]) -> Result:
     """Write the tables of what is there of these jobs, as JSON and as Markdown.
 
     Raises:
         LogError: they cannot be written.
     """
-    wanted = set(jobs)
-    runs = [found for found in read(directory) if found.job in wanted]
+    asked = set(wanted)
+    runs = [found for found in read(directory) if found.job in asked]
     result = calibration.read_off(runs)
-    if len(runs) < len(wanted):
-        missing = f"{len(wanted) - len(runs)} of {len(wanted)} runs are missing: give --out {directory} to go on"
+    if len(runs) < len(asked):
+        missing = f"{len(asked) - len(runs)} of {len(asked)} runs are missing: give --out {directory} to go on"
         result = replace(result, problems=(missing, *result.problems))
     targets = sorted({found.target for found in runs})
     versions = sorted({found.tiebench for found in runs})
@@ -193,3 +216,35 @@ def _environment(directory: Path) -> Any:
         with contextlib.suppress(OSError, ValueError):
             return json.loads(path.read_text(encoding="utf-8"))
     return None
+
+
+def installed(path: str) -> bool:
+    """Whether a path's framework can be imported here."""
+    return importlib.util.find_spec(supervisor.PACKAGE.get(path, path)) is not None
+
+
+@dataclass
+class Progress:
+    """A line now and then, and one for every run that is not as it must be."""
+
+    total: int
+    say: Callable[[str], None]
+    done: int = 0
+    ran: int = 0
+    begin: float = field(default_factory=time.monotonic)
+
+    def on_start(self, done: int, left: int) -> None:
+        """So many are done already, so many are left."""
+        self.done, self.begin = done, time.monotonic()
+        if done:
+            self.say(f"{done} runs are there already, {left} are left")
+
+    def on_run(self, found: Run) -> None:
+        """One more is done."""
+        self.done += 1
+        self.ran += 1
+        if (found.kind == "null" and found.seen and not found.refused) or (found.kind == "harmless" and found.bug):
+            self.say(f"[{self.done}/{self.total}] {found.case} {found.change} {found.verdict}\n    {found.evidence}")
+        elif self.done % EVERY == 0 or self.done == self.total:
+            left = (self.total - self.done) * (time.monotonic() - self.begin) / self.ran
+            self.say(f"[{self.done}/{self.total}] about {duration(left)} left")

@@ -28,6 +28,7 @@ from suites.cases import Case, CaseError
 
 if TYPE_CHECKING:
     from ci.fault_plan import Row as FaultRow
+    from suites.calibration import Result as CalibrationResult
     from suites.faults import Fault
 
 EXIT_CODES = (
@@ -539,6 +540,92 @@ def _print_faults(rows: Sequence[FaultRow], wanted: int, form: Format) -> None:
         f"{sum(row.good for row in rows) - sum(row.good for row in bugs)} of {len(rows) - len(bugs)} harmless changes "
         f"not called a bug; {wanted - len(rows)} not run"
     )
+
+
+# calibrate
+
+
+@app.command(epilog=EXIT_CODES)
+def calibrate(
+    quick: Annotated[bool, typer.Option("--quick", help="A sample that takes a few minutes.")] = False,
+    path: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this path; may be given several times (default: all installed).", callback=_some),
+    ] = None,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this precision (float32, tf32, …); may be given several times.", callback=_some),
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            help="Directory; one that holds a part of a calibration already is gone on with (default: "
+            "runs/<time>-calibration).",
+            metavar="DIRECTORY",
+            callback=_given,
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto: CUDA and NCCL where there are enough GPUs; or cpu.")] = "auto",
+) -> None:
+    """Measure false alarms and how small a bug is seen; exit code 1 when a null run is flagged, a limit has less than
+    twice the room that null runs need, or a bug above the stated visibility is missed."""
+    if device not in ("auto", "cpu"):
+        fail(f"--device {device}: one of auto, cpu")
+    for name in path or ():
+        if name not in table.PATHS:
+            fail(f"unknown path {name!r}; one of {', '.join(table.PATHS)}")
+    from ci import calibrate as calibrating  # noqa: PLC0415
+    from suites.calibration import ARITHMETICS  # noqa: PLC0415
+
+    for name in precision or ():
+        if name not in ARITHMETICS:
+            fail(f"--precision {name}: one of {', '.join(ARITHMETICS)}")
+    paths = path or [name for name in table.PATHS if calibrating.installed(name)]
+    if gone := [name for name in paths if not calibrating.installed(name)]:
+        fail(f"--path {gone[0]}: {gone[0]} is not installed, see `tiebench doctor`")
+    jobs = calibrating.jobs(quick=quick, paths=paths, precisions=precision or ARITHMETICS, device=device)
+    if not jobs:
+        fail("no run is left: no chosen path has the chosen precision")
+    directory = Path(out) if out is not None else _default_out("calibration")
+    console = Printer(highlight=False)
+    progress = calibrating.Progress(len(jobs), lambda text: console.print(text, markup=False, soft_wrap=True))
+    code = OK
+    with supervisor.interruptible(restore=False):
+        try:
+            progress.say(f"{len(jobs)} runs, results in {directory}")
+            settings = Settings(device=device, case_limit=calibrating.CASE_LIMIT)
+            calibrating.run(jobs, directory, settings, progress.on_start, progress.on_run)
+        except (SetupError, records.LogError) as error:
+            _say(str(error))
+            code = USAGE
+        except Interrupted as error:
+            code = 128 + error.number
+        supervisor.ignore_signals()
+        try:
+            result = calibrating.write(directory, jobs) if directory.exists() else None
+        except records.LogError as error:
+            fail(str(error))
+        if result:
+            _print_calibration(result, console)
+            where = f"Tables: {directory / calibrating.MARKDOWN}, {directory / calibrating.JSON}"
+            console.print(where, markup=False, soft_wrap=True)
+    raise typer.Exit(code or (FAILED if result is None or result.problems else OK))
+
+
+def _print_calibration(result: CalibrationResult, console: Console) -> None:
+    from suites.calibration import shown  # noqa: PLC0415
+
+    for found in result.tables:
+        columns = list(dict.fromkeys(column for row in found.rows for column in row))
+        printed = Table(*columns, title=f"\n{found.title}", title_justify="left", box=None, pad_edge=False)
+        for row in found.rows:
+            printed.add_row(*(escape(shown(row.get(column))) for column in columns))
+        console.print(printed)
+        console.print(found.note, style="italic", markup=False)
+    for problem in result.problems:
+        console.print(problem, style="red", markup=False, soft_wrap=True)
+    end = f"{len(result.problems)} things are not" if result.problems else "everything is"
+    console.print(f"{result.runs} runs: {end} as it must be")
 
 
 # report, records, compare, doctor

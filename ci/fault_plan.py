@@ -1,6 +1,6 @@
 """The fault plan: every bug on purpose is run in the case that shows it, and every harmless change in its own.
 
-A fault is caught when its run is not green: by an oracle, by the watchdog (hang), or because it ended the ranks. A
+A fault is caught when its run is called a bug, or ended by the watchdog (hang). A
 harmless change (TF32 on one rank, another order of sums) must never be called a bug.
 """
 
@@ -19,7 +19,7 @@ from suites.cases import Case
 from suites.faults import FAULTS, HARMLESS, Fault
 from suites.verdict import EXPLAINS
 
-CAUGHT = ("bug", "bug: precision", "crash", "hang")
+CAUGHT = ("bug", "bug: precision", "hang")
 WATCHDOG = "watchdog"  # what sees a hang
 CASE_LIMIT = 20.0  # seconds: a hang costs all of them
 BUDGET = 1800.0  # seconds
@@ -31,7 +31,7 @@ class Row:
 
     Args:
         fault: its name; bug_class: its class of public bugs, 0 for a harmless change.
-        caught: its run is not green. A harmless change is not to be caught.
+        caught: its run was called a bug, or hung. A harmless change is not to be caught.
         oracle: the check that explains most; step: the first that shows it, from 1 (0: holds for the whole run).
         margin: how many times over its limit; None for a check that says yes or no, and where it is not finite.
         guesses: classes that the diagnosis names, the likeliest first.
@@ -116,7 +116,8 @@ def row(fault: Fault, record: Record) -> Row:
     ratios = [f.error / f.limit for f in flagged if f.error is not None and f.limit and math.isfinite(f.error)]
     margin = max(ratios, default=None)
     oracle = first.oracle if first else WATCHDOG if record.verdict == "hang" else None
-    caught = record.verdict in CAUGHT
+    # A crash counts where ranks must run apart; elsewhere the fault did not fit the build under test.
+    caught = record.verdict in CAUGHT or (record.verdict == "crash" and "hang" in fault.caught_by)
     seen = {f.oracle for f in flagged} | {str(record.verdict)}
     harmless = fault.name in HARMLESS
     return Row(

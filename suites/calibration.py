@@ -217,7 +217,7 @@ def plan(
         if arithmetic(case) in precisions
     ]
     if own:
-        jobs += [*_harmless(size, precisions), *_graded(size, precisions), *_faults(size, precisions)]
+        jobs += [*_harmless(size, precisions), *_graded(size, precisions, ranks), *_faults(size, precisions)]
     return [job for job in dict.fromkeys(jobs) if Case.parse(job.case).world_size <= ranks]
 
 
@@ -264,12 +264,14 @@ def _harmless(size: Size, precisions: Sequence[str]) -> Iterator[Job]:
             yield Job("harmless", Case.parse(change.case).but(seed=seed).id, change.name)
 
 
-def _graded(size: Size, precisions: Sequence[str]) -> Iterator[Job]:
+def _graded(size: Size, precisions: Sequence[str], ranks: int) -> Iterator[Job]:
     for kind in KINDS:
         for grade in size.sizes:
             fault = GRADED[name_of(kind, grade)]
             for seed in range(size.seeds):
                 case = Case.parse(fault.case).but(seed=seed)
+                if case.world_size > ranks:
+                    case = case.but(tp=1, dp=1)  # the factor is in the wrong place there too
                 for precision in dict.fromkeys(("float64", *precisions)):  # fp64 measures the effect
                     yield Job("graded", at(case, precision).id, fault.name)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import statistics
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,10 @@ class Diagnosis:
     worst_columns: tuple[int, ...] = ()
     share_of_rows: float = 0.0
     lie: str = ""
+
+
+COHERENT = 0.5  # cosine between error and tensor above which the error is a factor, not rounding
+SPREAD = 0.2  # share of rows that rounding of a lower precision must at least have reached
 
 
 # --- symptoms ------------------------------------------------------------------------------------------------------
@@ -361,7 +366,8 @@ def _repeated(e: Evidence) -> str:
         for later in range(1, len(rank.steps)):
             for earlier in range(later):
                 a, b = rank.steps[later], rank.steps[earlier]
-                same = a.loss == b.loss and len(a.logits) == len(b.logits)
+                finite = all(math.isfinite(value) for value in a.loss)
+                same = finite and a.loss == b.loss and len(a.logits) == len(b.logits)
                 if same and all(bitwise_equal(x.data, y.data) for x, y in zip(a.logits, b.logits, strict=True)):
                     return f"step {later + 1} of rank {rank.rank} {place} repeats step {earlier + 1} bit for bit"
     return ""
@@ -406,12 +412,15 @@ def _start(e: Evidence) -> str:
 
 
 def _rounding(e: Evidence, step: int) -> str:
-    """Lower precision of which every wrong number of the step could be the rounding: as large, everywhere, no factor."""
+    """Lower precision of which every wrong number of the step could be the rounding: as large, everywhere, no factor.
+
+    A wrong loss or norm alone is no evidence: one number may have any size.
+    """
     wrong = [c for c in e.comparisons if c.step == step and not c.deviation.score <= 1]
-    wide = [c.deviation for c in wrong if c.deviation.scope != "scalar"]
-    if not wrong or not all(math.isfinite(c.deviation.sigmas) for c in wrong):
+    wide = [c.deviation for c in wrong if c.oracle in ("logits", "gradient")]
+    if not wide or not all(math.isfinite(c.deviation.sigmas) for c in wrong):
         return ""
-    if wide and (min(d.coherence for d in wide) > 0.5 or max(d.rows_wrong for d in wide) < 0.2):
+    if statistics.median(d.coherence for d in wide) > COHERENT or max(d.rows_wrong for d in wide) < SPREAD:
         return ""
     for name in ("float32", "tf32", "tf32_truncated", "bfloat16"):
         if UNIT_ROUNDOFF[name] <= e.u:
@@ -468,15 +477,16 @@ def _names(key: tuple[int, int], name: str, case: Case) -> bool:
 
 
 def _columns_moved(e: Evidence, step: int, key: tuple[int, int], wrong: Sequence[int]) -> bool:
-    """Most wrong columns hold (nearly) what belongs into another column, or nothing."""
+    """Most wrong columns hold, far better than their own, what belongs into another column; or nothing."""
     exact = e.exact[step]
     if exact is None or not wrong:
         return False
     run = e.logits[step][key].value.double().flatten(0, 1)[:, list(wrong)]
     right = exact.logits[key].double().flatten(0, 1)
-    gaps = torch.cdist(run.T, right.T).amin(1)
-    found = (gaps < 1e-2 * right.norm(dim=0).mean()) | (run.abs().amax(0) == 0)
-    return bool(found.double().mean() > 0.8)
+    gaps = torch.cdist(run.T, right.T)
+    own = gaps[torch.arange(len(wrong)), torch.tensor(wrong)]
+    found = (gaps.amin(1) < 0.1 * own) | (run.abs().amax(0) == 0)
+    return bool(found.double().mean() > 0.5)
 
 
 def _whose(e: Evidence, step: int, keys: Sequence[tuple[int, int]]) -> str:
@@ -492,11 +502,17 @@ def _whose(e: Evidence, step: int, keys: Sequence[tuple[int, int]]) -> str:
 
 @dataclass(frozen=True)
 class Law:
-    """A wrong way to make a loss from right logits: class, meaning, and the loss on one tensor-parallel rank."""
+    """A wrong way to make a loss from right logits.
+
+    Args:
+        loss: of one tensor-parallel rank, from case, full logits [n, v], labels [n] and that rank.
+        kinds: values of the factor `loss` that it can befall; empty means all.
+    """
 
     bug_class: int
     meaning: str
     loss: Callable[[Case, Tensor, Tensor, int], Tensor]
+    kinds: tuple[str, ...] = ()
 
 
 def _sizes(case: Case) -> list[int]:
@@ -545,6 +561,7 @@ def _counted_by_every_rank(case: Case, logits: Tensor, labels: Tensor, rank: int
 
 
 def _labels_from_each_start(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    logits = logits - logits.amax(-1, keepdim=True)  # as the sharded loss does: not every label is found once
     found, start = torch.zeros(len(labels), dtype=logits.dtype), 0
     for size in _sizes(case):
         there = (labels >= start) & (labels < start + logits.shape[-1])
@@ -589,6 +606,12 @@ def _z_of(case: Case, logits: Tensor, labels: Tensor, log_sum: Tensor) -> Tensor
     return _mean(case, _plain(logits, labels) + Z_LOSS * log_sum.square(), labels)
 
 
+def _padded_mean_logit(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    top = logits.amax(-1)
+    total = (logits - top.unsqueeze(-1)).sum(-1)
+    return _smoothed(case, logits, labels, total / (max(_sizes(case)) * case.tp) + top)
+
+
 def _local_z(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
     return _z_of(case, logits, labels, logits.split(_sizes(case), -1)[rank].logsumexp(-1))
 
@@ -608,17 +631,18 @@ def _weighted_over_count(case: Case, logits: Tensor, labels: Tensor, rank: int) 
 LAWS: tuple[Law, ...] = (
     Law(13, "ignored labels count in the mean", _ignored_count),
     Law(13, "the softmax counts padding of the vocabulary as logits of zero", _padded),
-    Law(14, "each rank smooths with the mean logit of its own shard", _local_mean_logit),
-    Law(14, "labels are smoothed over a shard's vocabulary", _local_vocabulary),
-    Law(14, "each rank's z-loss sees its own shard's softmax sum", _local_z),
-    Law(14, "the z-loss sees the softmax's sum without its maximum", _z_without_maximum),
+    Law(13, "labels are smoothed over padding of the vocabulary too", _padded_mean_logit, ("smoothed",)),
+    Law(14, "each rank smooths with the mean logit of its own shard", _local_mean_logit, ("smoothed",)),
+    Law(14, "labels are smoothed over a shard's vocabulary", _local_vocabulary, ("smoothed",)),
+    Law(14, "each rank's z-loss sees its own shard's softmax sum", _local_z, ("z_loss",)),
+    Law(14, "the z-loss sees the softmax's sum without its maximum", _z_without_maximum, ("z_loss",)),
     Law(14, "each rank's softmax sums its own shard", _local_softmax),
     Law(15, "every rank counts all logits: the loss is higher by log(tp)", _counted_by_every_rank),
     Law(15, "whole logits are taken for shards: labels are looked up from each shard's start", _labels_from_each_start),
     Law(15, "each rank takes its shard of the logits for all of them", _own_shard_only),
     Law(16, "each shard is shifted by its own maximum", _local_maximum),
-    Law(17, "all tokens weigh the same", _unweighted),
-    Law(17, "the weighted sum is divided by the number of tokens", _weighted_over_count),
+    Law(17, "all tokens weigh the same", _unweighted, ("weighted",)),
+    Law(17, "the weighted sum is divided by the number of tokens", _weighted_over_count, ("weighted",)),
 )
 
 
@@ -631,7 +655,8 @@ def _losses(e: Evidence, step: int) -> tuple[str, ...]:
     for (tp_rank, dp_rank), seen in e.reported(step):
         for micro, value in enumerate(seen.loss):
             wrong.append((tp_rank, (dp_rank, micro), value))
-    return tuple(law.meaning for law in LAWS if _obeyed(e.case, step, law, exact.logits, exact.loss, wrong))
+    possible = [law for law in LAWS if not law.kinds or e.case.loss in law.kinds]
+    return tuple(law.meaning for law in possible if _obeyed(e.case, step, law, exact.logits, exact.loss, wrong))
 
 
 def _obeyed(  # noqa: PLR0917
@@ -647,7 +672,7 @@ def _obeyed(  # noqa: PLR0917
         labels = micro_batch(case, step, key[1], key[0]).labels.flatten()
         told = float(law.loss(case, logits[key].double().flatten(0, 1), labels, tp_rank))
         off = max(off, abs(value - right[key]))
-        if not abs(value - told) <= 1e-2 * abs(value - right[key]) + 2e-6 * abs(right[key]):
+        if not (math.isfinite(value) and abs(value - told) <= 1e-2 * abs(value - right[key]) + 2e-6 * abs(right[key])):
             return False
     return off > 1e-5 * max(abs(v) for v in right.values())
 
@@ -1227,7 +1252,7 @@ def _listed(found: Places | None) -> tuple[int, ...]:
 
 
 def _sentence(found: Symptoms, ranked: Sequence[Guess], trace: Boundary | None) -> str:
-    parts = [*_facts(found)]
+    parts = [*_facts(found)] or [next(iter(found.evidence.values()))]
     if trace:
         parts.append(trace.sentence)
     if ranked:
@@ -1248,60 +1273,94 @@ def _facts(s: Symptoms) -> Iterator[str]:
         yield f"embedding and head are separate after {s.tie_lost!r}"
     if s.start:
         yield s.start
+    if s.another:
+        yield f"all numbers are those of {s.another}"
     if s.forward and s.forward.whose:
         yield s.forward.whose
     elif s.forward:
-        yield f"{s.forward.columns.share:.0%} of the logits' columns are wrong"
+        yield _forward_fact(s.forward)
     yield from s.losses[:1]
-    if s.another:
-        yield f"all numbers are those of {s.another}"
     if s.norms and not s.gradients:
         yield f"the norm {s.norms[0]}"
+    if s.drift == "weights":
+        more = f" (and {len(s.drift_of) - 1} more)" if len(s.drift_of) > 1 else ""
+        yield f"copies of {s.drift_of[0]}{more} differ between ranks after step {s.step + 1}"
     for moved in s.updates[:1]:
-        who = f" on tensor-parallel rank {moved.still[0]}" if len(moved.still) == 1 and len(moved.ratio) > 1 else ""
-        yield f"{moved.name} {moved.cause or 'moved otherwise than the replay says'}{who}"
+        yield _update_fact(s.case, moved)
     if s.top:
         yield _gradient_fact(s, s.top)
+    if not s.gradients and not s.updates and "gradient" in s.flagged:
+        yield s.evidence["gradient"]
+
+
+def _forward_fact(found: Forward) -> str:
+    if found.factor is not None:
+        return f"the logits are {found.factor:.3g} times what they should be"
+    if found.constant:
+        return "the logits are off by the same amount for every token"
+    if found.moved:
+        return f"{len(found.columns.wrong)} columns of the logits hold what belongs into others"
+    if not found.everywhere:
+        return f"the logits' error begins at the tokens {', '.join(map(str, sorted(found.first_tokens)[:8]))}"
+    return f"the logits are off in {len(found.columns.wrong)} of {found.columns.extent} columns"
+
+
+def _update_fact(case: Case, moved: Moved) -> str:
+    name = "the tied weight" if kind_of(moved.name, case) == "tied" else moved.name
+    few = moved.wrong if 0 < len(moved.wrong) < len(moved.ratio) else ()
+    who = f" on tensor-parallel rank {', '.join(map(str, few))}" if few else ""
+    rows = f" in {len(moved.rows.wrong)} of {moved.rows.extent} rows" if moved.rows.share < 1 and not few else ""
+    lie = f" ({moved.rows.lie[0]})" if rows and moved.rows.lie else ""
+    return f"{name} {moved.cause or 'moved otherwise than the replay says'}{who}{rows}{lie}"
 
 
 def _gradient_fact(s: Symptoms, top: Portrait) -> str:
     name = "the tied weight" if s.kind(top) == "tied" else top.name
     wrong = top.wrong[0]
-    holder = "" if len(top.wrong) == len(top.slices) else f" on {wrong.holder}"
-    part = f"{wrong.holder}'s part of {name}" if holder else name
+    part = name if len(top.wrong) == len(top.slices) else f"{wrong.holder}'s part of {name}"
     if not wrong.finite:
         return f"the gradient of {part} is no number"
     if wrong.zero:
         return f"{part} got no gradient"
-    if wrong.fit.explained:
-        text = _coefficients_fact(s, wrong.fit, part)
-        if text:
-            return text
+    text = _fit_fact(wrong.fit, part) if wrong.fit.explained else ""
+    if text:
+        return text
     rows = f" in {len(top.rows.wrong)} of {top.rows.extent} rows" if top.rows.share < 1 else ""
     lie = f" ({', '.join(top.rows.lie)})" if rows and top.rows.lie else ""
     return f"the gradient of {part} is off by {wrong.relative:.2g} of itself{rows}{lie}"
 
 
-def _coefficients_fact(s: Symptoms, found: Fit, part: str) -> str:
+def _fit_fact(found: Fit, part: str) -> str:
+    listed = " and ".join(f"{_much(value)} of {term.part}" for term, value in found.coefficients.items())
+    if found.family == "projection":
+        values = list(found.coefficients.values())
+        if alike(values, 1.0, grain=found.grain):
+            return ""
+        return f"the projection's part of {part} is {sum(values) / len(values):.3g} times what it should be"
+    if found.family == "through head":
+        return f"the gradient of {part} holds what came through the head's {listed}"
     if found.family != "terms":
-        listed = ", ".join(f"{v:.3g} of {t.part}" for t, v in found.coefficients.items())
-        return f"the gradient of {part} is {listed}"
+        return f"the gradient of {part} holds {listed}"
     if found.factor is not None:
         return f"the gradient of {part} is {found.factor:.3g} times what it should be"
-    axis, word = next(
-        (
-            (a, w)
-            for a, w in (("part", ""), ("dp_rank", "data-parallel rank "), ("micro", "micro-batch "))
-            if a in found.varies
-        ),
-        ("", ""),
-    )
-    if not axis:
-        return ""
-    missing = [f"{word}{value}" for value, c in found.along(axis).items() if all(_is(x, 0.0) for x in c)]
-    if axis == "part" and missing and "dp_rank" not in found.varies:
-        return f"{part} got no {missing[0]} gradient"
-    if missing:
-        return f"the gradient of {part} holds nothing of {', '.join(missing)}"
-    listed = ", ".join(f"{sum(c) / len(c):.3g} of {word}{value}" for value, c in found.along(axis).items())
-    return f"the gradient of {part} holds {listed}"
+    if found.varies == {"part"}:
+        lost = [axis for axis, c in found.along("part").items() if all(_is(x, 0.0) for x in c)]
+        if lost:
+            return f"{part} got no {lost[0]} gradient"
+    off = [(axis, values) for axis, values in _grouped(found) if not alike(values, 1.0, grain=found.grain)]
+    return f"the gradient of {part} holds " + " and ".join(f"{_much(sum(v) / len(v))} of {axis}" for axis, v in off)
+
+
+def _much(value: float) -> str:
+    return "nothing" if _is(value, 0.0) else f"{value:.3g}"
+
+
+def _grouped(found: Fit) -> Iterator[tuple[str, list[float]]]:
+    """Coefficients by the axes along which they vary, each with a name for people."""
+    groups: dict[str, list[float]] = {}
+    for term, value in found.coefficients.items():
+        names = [f"the {term.part}'s part"] if "part" in found.varies else []
+        names += [f"data-parallel rank {term.dp_rank}"] if "dp_rank" in found.varies else []
+        names += [f"micro-batch {term.micro}"] if "micro" in found.varies else []
+        groups.setdefault(" on ".join(names), []).append(value)
+    yield from groups.items()
