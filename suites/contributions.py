@@ -204,7 +204,8 @@ class Twin:
         return self._through.get(name, {})
 
     def _run(self, dp_rank: int, micro: int) -> None:
-        case, seen = self.case, {}
+        case = self.case
+        seen: dict[str, Tensor] = {}
         handle = self.model.lm_head.register_forward_hook(lambda _, inputs, out: seen.update(x=inputs[0], y=out))
         batch = micro_batch(case, self.step, micro, dp_rank)
         loss, _ = self.model(batch.tokens, batch.labels)
@@ -438,7 +439,7 @@ FAMILIES: Mapping[str, Callable[[Painter, str, _View, Terms], Terms]] = {
 # --- places --------------------------------------------------------------------------------------------------------
 
 
-def places(
+def places(  # noqa: PLR0917
     e: Evidence, step: int, name: str, error: Tensor, reference: Tensor, predicted: float
 ) -> tuple[Places, Places]:
     """Rows and columns of a weight that carry an error; a vector has one column."""

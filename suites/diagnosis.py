@@ -877,7 +877,7 @@ def _replayed(e: Evidence, step: int, name: str, case: Case, *, counting: bool =
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table: a symptom, for people and as a predicate, and the weight with which it speaks for classes."""
+    """One row of the table: a symptom, for people and as a predicate, and its weight for each class it speaks for."""
 
     why: str
     when: Callable[[Symptoms], object]

@@ -1,9 +1,9 @@
 """Dormant classes: which bugs a case could not have shown, whatever the program under test did.
 
-A case without data parallelism says nothing about data-parallel reductions, one without clipping nothing about clipping
-by a wrong norm. A green verdict must say so. A class is dormant as a whole, or in part: then some of its bugs would show
-and others, which are named, would not. Nothing is listed that the oracles see all the same: Adam hides a constant factor
-of the gradient from the weights, and the gradient's own oracle sees it.
+A case without data parallelism says nothing about data-parallel reductions, one without clipping nothing about
+clipping by a wrong norm. A green verdict must say so. A class is dormant as a whole, or in part: then some of its bugs
+would show and others, which are named, would not. Nothing is listed that the oracles see all the same: Adam hides a
+constant factor of the gradient from the weights, and the gradient's own oracle sees it.
 
 The table is held against the faults: a fault in a case where its class is dormant as a whole changes nothing at all
 (`suites/tests/test_dormant.py`).
@@ -67,7 +67,9 @@ TABLE: tuple[Row, ...] = (
     Row(lambda c: c.tied, "a detector that takes everything for tied", part=(3,)),
     Row(lambda c: c.tied and c.register == "embedding_first", "the head registered first", part=(2,)),
     Row(lambda c: c.tied and c.frozen == "embedding", "the tied weight is frozen", (4, 5)),
-    Row(lambda c: c.tp == 1, "nothing is sharded (tp = 1)", (6, 7, 8, 11, 15, 24)),
+    Row(lambda c: c.tp == 1, "nothing is sharded (tp = 1)", (6, 7, 8, 15, 24)),
+    Row(lambda c: c.tp == 1 and (c.dp == 1 or c.zero == 0), "no weight is cut into parts", (11,)),
+    Row(lambda c: c.tp == 1 and c.dp > 1 and c.zero > 0, "rows of shards (only ZeRO's parts are there)", part=(11,)),
     Row(lambda c: c.tp > 1 and c.activation == "contiguous", "copies of strided activations", part=(8,)),
     Row(lambda c: c.tp > 1 and _even(c), "borders of uneven shards (these are even)", part=(11,)),
     Row(lambda c: c.tp == 1 or c.vocab % c.tp == 0, "padding of uneven vocabulary shards", part=(13,)),

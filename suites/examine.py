@@ -7,6 +7,7 @@ traces the step that first deviates, and names the classes of bugs that it looks
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,8 +19,9 @@ from suites.evidence import Evidence
 from suites.observe import ObservationError, RankObservation
 from suites.reference import ReferenceCache
 from suites.trace import Boundary, first_boundary
-from suites.verdict import EXACT, ROUNDING, Judgement, RunFailed, conclude
+from suites.verdict import BUG, EXACT, PRECISION, ROUNDING, Judgement, RunFailed, conclude
 
+PRECISION_LOST = 28  # the class of bugs that `bug: precision` is
 TRACEABLE = ("logits", "loss", "gradient", "gradient_norm", "replicas")  # oracles whose step a trace can show
 
 
@@ -65,7 +67,17 @@ def examine(
             green = judgement.verdict in (EXACT, ROUNDING)
             boundary = None if green else _traced(case, judgement, cache, again)
             diagnosis = diagnose(evidence, judgement.findings, boundary)
+            judgement = _explained(judgement, diagnosis)
     return Examination(judgement, diagnosis, dormant(case))
+
+
+def _explained(judgement: Judgement, diagnosis: Diagnosis) -> Judgement:
+    """The judgement, but a bug where an error only looks like rounding and another class explains it better."""
+    likeness_only = judgement.verdict == PRECISION and "precision" not in {f.oracle for f in judgement.flagged}
+    if not likeness_only or not diagnosis.guesses or diagnosis.guesses[0].bug_class == PRECISION_LOST:
+        return judgement
+    text = f"as small and even as rounding to {judgement.resembles or 'a lower precision'}, but: {diagnosis.sentence}"
+    return dataclasses.replace(judgement, verdict=BUG, evidence=f"{text}; {judgement.evidence}")
 
 
 def _traced(case: Case, judgement: Judgement, cache: ReferenceCache, again: Again | None) -> Boundary | None:

@@ -1,11 +1,11 @@
 """Trace of one step: the first module boundary, in forward and then in backward order, that leaves the noise.
 
-`Tracer` keeps every module's output of the live, sharded model, and the gradient that comes back to it, as this rank has
-them. `first_boundary` runs the unsharded model at the same weights with the same hooks and aligns both by name and slice:
-an activation is whole on a rank, and each rank's copy is judged by itself, or it is cut along its last dimension. What
-is allowed is what unsharded runs in the case's own arithmetic show (`suites.numerics`), as in TTrace (arXiv 2506.09280),
-which stops at naming the module; ranks, tokens and, for matrix products, whether the module itself is at fault are named
-here too.
+`Tracer` keeps every module's output of the live, sharded model, and the gradient that comes back to it, as this rank
+has them. `first_boundary` runs the unsharded model at the same weights with the same hooks and aligns both by name and
+slice: an activation is whole on a rank, and each rank's copy is judged by itself, or it is cut along its last
+dimension. What is allowed is what unsharded runs in the case's own arithmetic show (`suites.numerics`), as in TTrace
+(arXiv 2506.09280), which stops at naming the module; ranks, tokens and, for matrix products, whether the module itself
+is at fault are named here too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Boundary:
         share: how many of the micro-batch's tokens carry it.
         relative: root mean square of the error over that of what should be there.
         score: deviation over its limit; above 1 is more than rounding.
-        own: of a matrix product in forward: its output does not follow from its own input and weight; None: not checked.
+        own: of a matrix product in forward: its output does not follow from its own input and weight; None: unchecked.
         sentence: all of this for people.
     """
 
@@ -392,7 +392,7 @@ def matmul_sigma(a: Tensor, b: Tensor, *, u_in: float = 0.0, u_acc: float, u_out
     One rounding to nearest with unit roundoff u has a relative variance of ``u**2 / 3 * E[1 / m**2]`` = 0.18 u**2 for
     mantissas m of logarithmic distribution in [1, 2). So each of a term's two rounded inputs gives 0.18 u_in**2 of its
     square; the k partial sums, which grow like a random walk, give 0.09 k u_acc**2 together, and the result gives
-    0.18 u_out**2 of its own square (Higham & Mary 2019: roundings as independent random variables, whose variances add).
+    0.18 u_out**2 of its own square (Higham & Mary 2019: roundings as independent random variables: variances add).
 
     Args:
         u_in: of inputs that are rounded before they are multiplied (TF32); 0 for inputs taken as they are.

@@ -124,21 +124,27 @@ class Judgement:
 def conclude(
     case: Case, ranks: Sequence[RankObservation], cache: ReferenceCache | None = None, again: Again | None = None
 ) -> Judgement:
-    """Judge a case; where its precision alone cannot tell, run it at IEEE fp32 and at fp64 and judge all together.
+    """Judge a case; where only numbers flag, run it at IEEE fp32 and at fp64 and judge all together.
 
-    A path without fp64 is asked with other data and weights instead: a bug shows again, an unlucky rounding does not.
+    A path without fp64 is asked with other data and weights instead, where IEEE fp32 alone cannot tell: a bug shows
+    again, an unlucky rounding does not.
 
     Args:
         again: runs a case the way this one was run (same ranks, target, patch, fault). Raises `RunFailed`.
     """
     cache = cache or ReferenceCache()
     first = judge(case, ranks, cache)
-    if not first.open or again is None:
+    measured_only = first.verdict == BUG and all(
+        KIND[f.oracle] == "numeric" and f.error is not None and math.isfinite(f.error) for f in first.flagged
+    )
+    rising = [rung for rung in ladder(case) if arithmetic(rung) != arithmetic(case)]
+    asked = ladder(case) if first.open else rising if measured_only else []
+    if again is None or not asked:
         return first
     worst = max((m for m in first.measured if m.sigmas > m.limit), key=lambda m: m.sigmas / m.limit, default=None)
     rungs: list[Rung] = []
     higher: list[Judgement] = []
-    for rung in ladder(case):
+    for rung in asked:
         try:
             found = judge(rung, again(rung), cache)
         except RunFailed as error:
@@ -149,6 +155,8 @@ def conclude(
         if found.verdict in (BUG, PRECISION):
             break
     verdict, reason = _together(case, first, worst, rungs, higher)
+    if measured_only and not higher:  # it had been decided without them
+        verdict, reason = BUG, ""
     said = first.evidence.removesuffix(_second_opinion(case))
     said = f"{reason.rstrip('.')}; at {arithmetic(case)} {said}" if reason else said
     return dataclasses.replace(first, verdict=verdict, evidence=said, rungs=tuple(rungs), open=False)

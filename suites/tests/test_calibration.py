@@ -61,7 +61,8 @@ def test_the_full_plan_holds_what_was_promised(full):
         *(change.name for change in HARMLESS.values() if not change.caught_by),
     }
     graded = {(job.change, arithmetic(Case.parse(job.case))) for job in full if job.kind == "graded"}
-    assert graded == {(name, precision) for name in GRADED for precision in UNIT_ROUNDOFF}
+    assert graded >= {(name, precision) for name in GRADED for precision in ("float64", "float32")}
+    assert graded >= {(name_of(kind, s), p) for kind in KINDS for s in SIZES if s >= 1e-4 for p in UNIT_ROUNDOFF}
 
 
 def test_every_fault_is_tried_at_every_lower_precision_and_its_effect_measured(full):
