@@ -170,7 +170,7 @@ def _row(job: Job, record: Record, session: _Session, version: str) -> Run:
         where=session.where,
         errors={f"{m.oracle} {m.name}": _finite(m.error) for m in tried},
         sees={f"{m.oracle} {m.name}": _finite(m.sees) for m in tried},
-        evidence="" if record.verdict in records.GREEN else record.evidence,
+        evidence="" if record.verdict in records.GREEN and not (judged and judged.flagged) else record.evidence,
         seconds=round(record.wall_seconds or 0.0, 3),
     )
 

@@ -89,6 +89,9 @@ BIG = {
     "resume": ("none",),
 }
 LARGEST = {"small": 2**14, "medium": 2**17, "big": 2**24}  # hidden times vocabulary
+# Odd seeds begin here: a run with one below showed that three samples of noise can be too few, and what was mended
+# after a look at a run must be checked on others (2026-12-01, suites/evidence.py MANY_SAMPLES).
+FRESH = 1000
 CHANGED = 0.3  # share of null runs with another order of sums, another layout or more threads
 
 
@@ -113,7 +116,7 @@ class Size:
 
 
 FULL = Size(330, 24, 6, 40, 4, tuple(sorted({float(name.rpartition("_")[2]) for name in GRADED})), 1)
-QUICK = Size(24, 0, 0, 4, 1, (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0), 8, 8)
+QUICK = Size(16, 0, 0, 4, 1, (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0), 12, 16)
 
 
 @dataclass(frozen=True)
@@ -228,7 +231,7 @@ def _nulls(size: Size, precisions: Sequence[str], ranks: int) -> Iterator[Job]:
         ("medium", size.medium, MEDIUM),
         ("big", size.big, BIG),
     ):
-        for seed in range(count):
+        for seed in (number + FRESH * (number % 2) for number in range(count)):
             for precision in precisions:
                 random_ = random.Random(f"{kind} {precision} {seed}")
                 case = drawn(random_, values, precision, ranks=ranks, largest=LARGEST[kind]).but(seed=seed)

@@ -30,6 +30,7 @@ from suites.observe import ObservationError, Piece, assemble
 
 LOOKUP, PROJECTION, REST = "lookup", "projection", "whole"
 LARGEST = 2**24  # elements of a fit (rows times terms); more are thinned out evenly
+MOST = 2**28  # elements of all terms of a model together; larger ones have no portraits
 NEARLY = 30.0  # a fit explains a gradient if it leaves this many times the predicted rounding
 LOOSEST = 0.2  # … but never more than this share of it
 SAME = 0.01  # coefficients that differ by less, in proportion to the larger, are one
@@ -516,8 +517,12 @@ def touched(case: Case, step: int) -> tuple[set[int], set[int]]:
 
 def portraits(e: Evidence, step: int) -> list[Portrait]:
     """Portraits of every gradient that is flagged in a step, in the order of the model; none where nothing can be
-    said (no reference)."""
-    if e.exact[step] is None:
+    said (no reference), or where the terms would take too much memory."""
+    exact = e.exact[step]
+    if exact is None:
+        return []
+    terms = e.case.dp * e.case.accumulate + e.case.tp  # by data and by shard of the head
+    if terms * sum(gradient.numel() for gradient in exact.gradients.values()) > MOST:
         return []
     flagged = {
         c.deviation.name: c.deviation

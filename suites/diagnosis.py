@@ -176,6 +176,7 @@ class Symptoms:
     repeated: str = ""  # an observation that repeats an earlier one
     rounding: str = ""  # the lower precision that all numeric deviations look like
     start: str = ""
+    boundary: Boundary | None = None  # of the traced step, where one was traced
 
     def says(self, *oracles: str) -> bool:
         """One of these flags."""
@@ -272,7 +273,7 @@ def kind_of(name: str, case: Case) -> str:
     return "bias" if name == HEAD_BIAS else "column" if module in COLUMN else "row" if module in ROW else "norm"
 
 
-def symptoms(e: Evidence, findings: Sequence[Finding]) -> Symptoms:
+def symptoms(e: Evidence, findings: Sequence[Finding], boundary: Boundary | None = None) -> Symptoms:
     """Measure everything that the rules look at."""
     flagged = [f for f in findings if f.flagged]
     numeric = {f.oracle: f.step for f in flagged if f.error is not None}
@@ -280,7 +281,7 @@ def symptoms(e: Evidence, findings: Sequence[Finding]) -> Symptoms:
     first = min(steps, default=1) - 1
     now = frozenset(f.oracle for f in flagged if f.oracle not in numeric or numeric[f.oracle] == first + 1)
     told = {f.oracle: f.evidence for f in flagged}
-    found = Symptoms(case=e.case, step=first, flagged=now, evidence=told)
+    found = Symptoms(case=e.case, step=first, flagged=now, evidence=told, boundary=boundary)
     measures: Mapping[str, Callable[[], object]] = {
         "tie_lost": lambda: _tie_lost(e),
         "drift": lambda: _drift(e, first)[0],
@@ -289,8 +290,8 @@ def symptoms(e: Evidence, findings: Sequence[Finding]) -> Symptoms:
         "losses": lambda: _losses(e, first) if "loss" in now and "logits" not in now else (),
         "gradients": lambda: _backward_order(portraits(e, first), e.case),
         "right": lambda: _right(e, first),
-        "norms": lambda: _norms(e, first) if "gradient_norm" in now else (),
         "updates": lambda: _updates(e, first) if "update" in now else (),
+        "norms": lambda: _norms(e, first) if "gradient_norm" in now else _clipped_by(e, first, found.updates),
         "another": lambda: _another(e, first) if now & {"logits", "loss", "gradient"} else "",
         "repeated": lambda: _repeated(e),
         "rounding": lambda: _rounding(e, first),
@@ -556,19 +557,52 @@ def _local_maximum(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Ten
     return _mean(case, _token_losses(case, torch.cat(shards, -1), labels), labels)
 
 
+def _own_maximum_back(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    parts = logits.split(_sizes(case), -1)
+    total = torch.stack([(part - part.amax(-1, keepdim=True)).exp().sum(-1) for part in parts]).sum(0)
+    target = logits.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return _mean(case, total.log() + parts[rank].amax(-1) - target, labels)
+
+
 def _counted_by_every_rank(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
     return _mean(case, _token_losses(case, logits, labels) + math.log(case.tp), labels)
 
 
-def _labels_from_each_start(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
-    logits = logits - logits.amax(-1, keepdim=True)  # as the sharded loss does: not every label is found once
-    found, start = torch.zeros(len(labels), dtype=logits.dtype), 0
-    for size in _sizes(case):
-        there = (labels >= start) & (labels < start + logits.shape[-1])
-        place = torch.where(there, labels - start, 0).unsqueeze(-1)
+def _found(case: Case, logits: Tensor, labels: Tensor, shards: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Loss with the label's logit looked up on shards (begin in the logits, size, first label taken for its own).
+
+    Shifted by the maximum, as the sharded loss does: not every label is found once.
+    """
+    logits = logits - logits.amax(-1, keepdim=True)
+    found = torch.zeros(len(labels), dtype=logits.dtype)
+    for begin, size, first in shards:
+        there = (labels >= first) & (labels < first + size)
+        place = torch.where(there, labels - first + begin, 0).unsqueeze(-1)
         found += torch.where(there, logits.gather(-1, place).squeeze(-1), 0)
-        start += size
-    return _mean(case, logits.logsumexp(-1) + math.log(case.tp) - found, labels)
+    return _mean(case, logits.logsumexp(-1) - found, labels)
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[:rank]) for rank in range(len(sizes))]
+
+
+def _labels_from_each_start(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    shards = [(0, logits.shape[-1], start) for start in _starts(_sizes(case))]
+    return _found(case, logits, labels, shards) + math.log(case.tp)
+
+
+def _even_labels(case: Case, logits: Tensor, labels: Tensor, extent: int) -> Tensor:
+    sizes = _sizes(case)
+    shards = [(start, size, extent * r) for r, (start, size) in enumerate(zip(_starts(sizes), sizes, strict=True))]
+    return _found(case, logits, labels, shards)
+
+
+def _labels_on_short_shards(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    return _even_labels(case, logits, labels, min(_sizes(case)))
+
+
+def _labels_on_long_shards(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    return _even_labels(case, logits, labels, max(_sizes(case)))
 
 
 def _own_shard_only(case: Case, logits: Tensor, labels: Tensor, rank: int) -> Tensor:
@@ -629,6 +663,8 @@ def _weighted_over_count(case: Case, logits: Tensor, labels: Tensor, rank: int) 
 
 
 LAWS: tuple[Law, ...] = (
+    Law(11, "labels are looked up as if all shards were as long as the shortest", _labels_on_short_shards),
+    Law(11, "labels are looked up as if all shards were as long as the longest", _labels_on_long_shards),
     Law(13, "ignored labels count in the mean", _ignored_count),
     Law(13, "the softmax counts padding of the vocabulary as logits of zero", _padded),
     Law(13, "labels are smoothed over padding of the vocabulary too", _padded_mean_logit, ("smoothed",)),
@@ -641,6 +677,7 @@ LAWS: tuple[Law, ...] = (
     Law(15, "whole logits are taken for shards: labels are looked up from each shard's start", _labels_from_each_start),
     Law(15, "each rank takes its shard of the logits for all of them", _own_shard_only),
     Law(16, "each shard is shifted by its own maximum", _local_maximum),
+    Law(16, "each shard is shifted by its own maximum, and each rank adds its own back", _own_maximum_back),
     Law(17, "all tokens weigh the same", _unweighted, ("weighted",)),
     Law(17, "the weighted sum is divided by the number of tokens", _weighted_over_count, ("weighted",)),
 )
@@ -685,6 +722,36 @@ NEAR = "is right to two digits"
 
 def _norms(e: Evidence, step: int) -> tuple[str, ...]:
     """Laws of the reported norm, from squares of the run's own gradients."""
+    laws, shards, replicated, total = _squares(e, step)
+    reported = {place: seen.gradient_norm for place, seen in e.reported(step) if seen.gradient_norm is not None}
+    values = set(reported.values())
+    own = [law for law, square in laws.items() if square != total and all(_root(v, square) for v in values)]
+    if len(values) > 1:
+        own.insert(0, "differs from rank to rank")
+        parts = [s + (replicated if r == 0 else 0.0) for r, s in enumerate(shards)]
+        if all(_root(v, parts[t]) or _root(v, shards[t] + replicated) for (t, _), v in reported.items()):
+            own.insert(0, "is that of each rank's own shards")
+    if not own and all(abs(v - math.sqrt(total)) <= 2 * UNIT_ROUNDOFF["bfloat16"] * v for v in values):
+        own.append(NEAR)
+    return tuple(own)
+
+
+def _clipped_by(e: Evidence, step: int, updates: Sequence[Moved]) -> tuple[str, ...]:
+    """Laws of the norm that all weights were clipped by, where they moved by one factor and the norm is right."""
+    ratios = [ratio for moved in updates for ratio in moved.ratio if moved.cause == RATE]
+    if not e.case.clip or not ratios or not alike(ratios) or len({m.cause for m in updates}) > 1:
+        return ()
+    norm = e.case.clip / (_coefficient(e, step) * sum(ratios) / len(ratios))
+    laws, _, _, total = _squares(e, step)
+    return tuple(law for law, square in laws.items() if square != total and _root(norm, square))
+
+
+def _root(norm: float, square: float) -> bool:
+    return abs(norm - math.sqrt(max(square, 0.0))) <= 1e-3 * norm
+
+
+def _squares(e: Evidence, step: int) -> tuple[dict[str, float], list[float], float, float]:
+    """Wrong squared norms by what they do; squares of each rank's shards, of all replicated tensors, and of all."""
     shards, replicated, tied = [0.0] * e.case.tp, 0.0, 0.0
     for name, whole in e.gradients[step].items():
         if e.case.tied and name == HEAD:
@@ -705,21 +772,9 @@ def _norms(e: Evidence, step: int) -> tuple[str, ...]:
         "counts nothing replicated": sum(shards),
         "leaves the tied weight out": total - tied,
     }
-    if e.case.tp == 1:
-        laws.pop("counts replicated weights once a rank")
-    laws |= {f"counts the shards of tensor-parallel rank {r} only": s + replicated for r, s in enumerate(shards)}
-    reported = {place: seen.gradient_norm for place, seen in e.reported(step) if seen.gradient_norm is not None}
-    values = set(reported.values())
-    close = lambda norm, square: abs(norm - math.sqrt(max(square, 0.0))) <= 1e-3 * norm  # noqa: E731
-    own = [f"{law}" for law, square in laws.items() if square != total and all(close(v, square) for v in values)]
-    if len(values) > 1:
-        own.insert(0, "differs from rank to rank")
-        locals_ = [s + (replicated if r == 0 else 0.0) for r, s in enumerate(shards)]
-        if all(close(v, locals_[t]) or close(v, shards[t] + replicated) for (t, _), v in reported.items()):
-            own.insert(0, "is that of each rank's own shards")
-    if not own and all(abs(v - math.sqrt(total)) <= 2 * UNIT_ROUNDOFF["bfloat16"] * v for v in values):
-        own.append(NEAR)
-    return tuple(own)
+    if e.case.tp > 1:
+        laws |= {f"counts the shards of tensor-parallel rank {r} only": s + replicated for r, s in enumerate(shards)}
+    return laws, shards, replicated, total
 
 
 # --- updates -------------------------------------------------------------------------------------------------------
@@ -982,6 +1037,12 @@ def _dead_on_some_ranks(s: Symptoms) -> bool:
     return any(p.dim is not None and 0 < sum(x.zero for x in p.slices) < len(p.slices) for p in s.gradients)
 
 
+def _from_the_loss_on(s: Symptoms) -> bool:
+    """The gradient that the loss gives back to the head's output is the first that is wrong."""
+    at = s.boundary
+    return s.clean_forward and at is not None and (at.module, at.direction) == ("lm_head", "backward")
+
+
 def _only(s: Symptoms, *kinds: str) -> bool:
     return bool(s.gradients) and s.kinds <= set(kinds)
 
@@ -1083,6 +1144,7 @@ RULES: tuple[Rule, ...] = (
     Rule("… and gradients were not reduced", lambda s: s.says("collectives") and _own_data_only(s), {9: 9.5}),
     Rule("gradients agree, copies of weights do not", lambda s: s.drift == "weights" and not s.gradients, {22: 8}),
     Rule("… and one rank clips by itself", lambda s: s.drift == "weights" and s.case.clip > 0 and s.uneven, {19: 8.5}),
+    Rule("… which are gathered from ZeRO's parts", lambda s: s.drift == "weights" and s.case.zero in (1, 2), {23: 8}),
     Rule("copies differ", lambda s: s.says("replicas"), {22: 2}),
     Rule("only the head's bias is wrong", lambda s: _only(s, "bias") or s.drift_of == (HEAD_BIAS,), {31: 6}),
     # precision
@@ -1100,6 +1162,7 @@ RULES: tuple[Rule, ...] = (
     Rule("errors begin at the padding row's token", _padding_token, {12: 6}),
     Rule("the logits are wrong", lambda s: s.forward, {23: 2, 8: 1.5, 11: 1}),
     # loss
+    Rule("the loss looks labels up on other shards than there are", _law(11), {11: 8}),
     Rule("the loss counts what must not count", _law(13), {13: 8}),
     Rule("the loss takes statistics of one shard", _law(14), {14: 8}),
     Rule("the loss takes its logits for what they are not", _law(15), {15: 8}),
@@ -1158,6 +1221,7 @@ RULES: tuple[Rule, ...] = (
         {23: 3},
     ),
     Rule("something is no number", _no_number, {23: 3, 16: 2}),
+    Rule("the loss is right, and what comes back from it is not", _from_the_loss_on, {17: 7.2}),
     # norm
     Rule("the norm counts something twice or not at all", _norm("counts", "leaves"), {18: 7}),
     Rule("the norm is each rank's own", _own_norm, {19: 8}),
@@ -1167,11 +1231,14 @@ RULES: tuple[Rule, ...] = (
     Rule("a part of a weight moves otherwise than asked", _part_of_a_weight, {11: 6}),
     Rule("a part of a weight does not move", lambda s: _part_of_a_weight(s) and _moves(STILL)(s), {11: 7}),
     Rule("a weight does not move", _moves(STILL), {25: 5, 11: 3}),
-    Rule("no weight moves in the first step", lambda s: s.step == 0 and _all_move(s, STILL), {23: 6.5}),
+    Rule("no weight moves in a step", lambda s: _all_move(s, STILL), {23: 6.5}),
     Rule("weights move as the step before asked", _moves(LATE), {23: 7, 11: 5}),
     Rule("weights move as if the optimizer's state were new", _moves(FRESH, COUNT), {25: 8}),
     Rule("weights decay otherwise than asked", _moves(DECAY), {20: 7}),
-    Rule("weights move by another amount, with clipping", lambda s: _moves(RATE)(s) and s.case.clip > 0, {19: 6}),
+    Rule(
+        "weights move by another amount, with clipping", lambda s: _moves(RATE)(s) and s.case.clip > 0, {19: 6, 18: 4}
+    ),
+    Rule("weights are clipped by another norm than the right one", lambda s: s.updates and s.norms, {18: 7}),
     Rule("weights move by another amount", _moves(RATE), {25: 5, 20: 2}),
     Rule("gradients are right, updates are not", lambda s: s.updates, {20: 2}),
     Rule("… and the optimizer keeps moments", lambda s: s.updates and s.case.optimizer != "sgd", {25: 3}),
@@ -1223,7 +1290,7 @@ def diagnose(evidence: Evidence | None, findings: Sequence[Finding], trace: Boun
         guess = Guess(30, NAMES[30], 10.0, "the observations do not fit together")
         return Diagnosis(f"{flagged[0].evidence}; looks like class 30 ({guess.name}): {guess.why}", (guess,))
     try:
-        found = symptoms(evidence, findings)
+        found = symptoms(evidence, findings, trace)
         ranked = guesses(found)
         top = found.top
         return Diagnosis(
@@ -1281,7 +1348,7 @@ def _facts(s: Symptoms) -> Iterator[str]:
         yield _forward_fact(s.forward)
     yield from s.losses[:1]
     if s.norms and not s.gradients:
-        yield f"the norm {s.norms[0]}"
+        yield f"the norm {'that weights are clipped by ' if s.updates else ''}{s.norms[0]}"
     if s.drift == "weights":
         more = f" (and {len(s.drift_of) - 1} more)" if len(s.drift_of) > 1 else ""
         yield f"copies of {s.drift_of[0]}{more} differ between ranks after step {s.step + 1}"
@@ -1317,7 +1384,8 @@ def _update_fact(case: Case, moved: Moved) -> str:
 def _gradient_fact(s: Symptoms, top: Portrait) -> str:
     name = "the tied weight" if s.kind(top) == "tied" else top.name
     wrong = top.wrong[0]
-    part = name if len(top.wrong) == len(top.slices) else f"{wrong.holder}'s part of {name}"
+    copies = top.dim is None and len(top.slices) > 1  # each rank's differs
+    part = name if len(top.wrong) == len(top.slices) and not copies else f"{wrong.holder}'s part of {name}"
     if not wrong.finite:
         return f"the gradient of {part} is no number"
     if wrong.zero:
@@ -1338,7 +1406,7 @@ def _fit_fact(found: Fit, part: str) -> str:
             return ""
         return f"the projection's part of {part} is {sum(values) / len(values):.3g} times what it should be"
     if found.family == "through head":
-        return f"the gradient of {part} holds what came through the head's {listed}"
+        return f"the gradient of {part} holds only what came through the head, {listed}"
     if found.family != "terms":
         return f"the gradient of {part} holds {listed}"
     if found.factor is not None:

@@ -155,7 +155,7 @@ def conclude(
         if found.verdict in (BUG, PRECISION):
             break
     verdict, reason = _together(case, first, worst, rungs, higher)
-    if measured_only and not higher:  # it had been decided without them
+    if measured_only and verdict == INCONCLUSIVE:  # it had been decided without them
         verdict, reason = BUG, ""
     said = first.evidence.removesuffix(_second_opinion(case))
     said = f"{reason.rstrip('.')}; at {arithmetic(case)} {said}" if reason else said

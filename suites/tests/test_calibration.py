@@ -1,4 +1,4 @@
-"""Calibration: what is run, how the numbers are read off, and that faults of graded size have the size that they say."""
+"""Calibration: what is run, how the numbers are read off; faults of graded size have the size that they say."""
 
 from __future__ import annotations
 
@@ -173,6 +173,21 @@ def test_every_limit_has_its_calibration():
     for scope, limit in TABLE.items():
         assert limit.calibration, scope
         assert limit.value >= calibration.MARGIN * limit.worst, scope
+
+
+LUCKY = (
+    "handwritten:tie=tied,head=vocab,zero=0,hidden=4,batch=2,dtype=float16,optimizer=adamw,clip=0.05,accumulate=2,"
+    "register=head_first,seed=127,loss=z_loss,logit_scale=0.05,recompute=head"
+)
+
+
+def test_where_three_samples_of_noise_are_too_lucky_more_are_taken(run_jobs, monkeypatch):
+    case = Case.parse(LUCKY)
+    (ranks,) = run_jobs([(case.id, None)])
+    worst = max(found.deviation.score for found in evidence(case, ranks).comparisons)
+    monkeypatch.setattr("suites.evidence.MANY_SAMPLES", 0)
+    assert max(found.deviation.score for found in evidence(case, ranks).comparisons) > 1
+    assert worst < 0.5
 
 
 # --- faults of graded size

@@ -20,13 +20,10 @@ from suites.trace import CLEAN
 from suites.verdict import judge
 
 RUNNABLE = [f for f in FAULTS.values() if f.path == "handwritten" and "hang" not in f.caught_by]
-# The first and the last fault of every class: the whole table takes minutes, and `tiebench faults` runs it.
-OF_EVERY_CLASS = {
-    f.name: f
-    for number in sorted({f.bug_class for f in RUNNABLE})
-    for mine in [[f for f in RUNNABLE if f.bug_class == number]]
-    for f in (mine[0], mine[-1])
-}
+# One fault of every class, the last: the whole table takes minutes, and `tiebench faults` runs it.
+OF_EVERY_CLASS = {fault.bug_class: fault for fault in RUNNABLE}
+NAMED = tuple(fault.name for fault in OF_EVERY_CLASS.values())
+CACHE = ReferenceCache()
 SENTENCES = {
     "detached_projection_on_one_rank": "tensor-parallel rank 1's part of the tied weight got no projection gradient",
     "detached_lookup_hidden": "the tied weight got no lookup gradient",
@@ -41,11 +38,11 @@ CASE = Case("handwritten", head="row", hidden=35)
 
 @pytest.fixture(scope="module")
 def diagnosed(run_jobs):
-    cache, found = ReferenceCache(), {}
-    wanted = {name: FAULTS[name] for name in (*OF_EVERY_CLASS, *SENTENCES)}
+    found = {}
+    wanted = {name: FAULTS[name] for name in (*NAMED, *SENTENCES)}
     jobs = [(fault.case, name) for name, fault in wanted.items()]
     for (case, name), ranks in zip(jobs, run_jobs(jobs), strict=True):
-        found[name] = of(Case.parse(case), ranks, cache)
+        found[name] = of(Case.parse(case), ranks)
     return found
 
 
@@ -54,24 +51,23 @@ def row_run(run_jobs):
     return run_jobs([(CASE.id, None)])[0]
 
 
-def of(case: Case, ranks: list[RankObservation], cache: ReferenceCache | None = None) -> Diagnosis:
-    cache = cache or ReferenceCache()
-    findings = judge(case, ranks, cache).findings
+def of(case: Case, ranks: list[RankObservation]) -> Diagnosis:
+    findings = judge(case, ranks, CACHE).findings
     try:
-        return diagnose(Evidence(case, ranks, cache), findings)
+        return diagnose(Evidence(case, ranks, CACHE), findings)
     except Exception as error:  # noqa: BLE001 - two ranks in one place: no evidence
         return diagnose(None, (Finding("complete", True, str(error)),))
 
 
 def test_the_class_is_among_the_first_two_guesses(diagnosed):
-    two = {name: [g.bug_class for g in diagnosed[name].guesses[:2]] for name in OF_EVERY_CLASS}
+    two = {name: [g.bug_class for g in diagnosed[name].guesses[:2]] for name in NAMED}
     wrong = {name: found for name, found in two.items() if FAULTS[name].bug_class not in found}
     assert len(wrong) <= 0.1 * len(two), wrong
     first = [name for name, found in two.items() if found[:1] == [FAULTS[name].bug_class]]
     assert len(first) >= 0.7 * len(two)
 
 
-@pytest.mark.parametrize("name", OF_EVERY_CLASS)
+@pytest.mark.parametrize("name", NAMED)
 def test_a_sentence_names_the_first_guess(name, diagnosed):
     found = diagnosed[name]
     assert f"looks like class {found.guesses[0].bug_class} (" in found.sentence
@@ -147,7 +143,7 @@ def test_a_failure_becomes_a_sentence(row_run, monkeypatch):
         raise RuntimeError("odd")
 
     monkeypatch.setattr(diagnosis, "guesses", broken)
-    found = diagnose(Evidence(CASE, row_run, ReferenceCache()), (Finding("gradient", True, "off", 1.0, 1.0, "", 1),))
+    found = diagnose(Evidence(CASE, row_run, CACHE), (Finding("gradient", True, "off", 1.0, 1.0, "", 1),))
     assert found.sentence.startswith("no diagnosis: RuntimeError: odd (broken")
     assert found.guesses == ()
 
@@ -165,8 +161,8 @@ def test_a_symptom_that_cannot_be_measured_leaves_the_others(row_run, monkeypatc
 
 def test_the_traced_boundary_is_part_of_the_sentence(row_run):
     ranks = changed(row_run, "gradients", "norm.weight", scaled(2.0))
-    findings = judge(CASE, ranks).findings
-    found = diagnose(Evidence(CASE, ranks, ReferenceCache()), findings, CLEAN)
+    findings = judge(CASE, ranks, CACHE).findings
+    found = diagnose(Evidence(CASE, ranks, CACHE), findings, CLEAN)
     assert CLEAN.sentence in found.sentence
     assert found.boundary is CLEAN
 
