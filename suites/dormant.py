@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from suites import layouts
+from suites.bug_classes import NAMES
 from suites.cases import Case
-from suites.diagnosis import NAMES
 from suites.layouts import HEAD_DIM_OF
 from suites.precision import LOW
 

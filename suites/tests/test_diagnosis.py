@@ -8,14 +8,17 @@ import math
 import pytest
 import torch
 
-from suites import diagnosis
+from suites import diagnosis, symptoms
+from suites.bug_classes import NAMES
 from suites.cases import Case
-from suites.diagnosis import NAMES, RULES, Diagnosis, Symptoms, diagnose, guesses
+from suites.diagnosis import Diagnosis, diagnose
 from suites.evidence import Evidence
 from suites.faults import FAULTS
 from suites.observe import Piece, RankObservation
 from suites.oracles import Finding
 from suites.reference import ReferenceCache
+from suites.rules import RULES, guesses
+from suites.symptoms import Symptoms
 from suites.trace import CLEAN
 from suites.verdict import judge
 
@@ -152,7 +155,7 @@ def test_a_symptom_that_cannot_be_measured_leaves_the_others(row_run, monkeypatc
     def broken(*_: object) -> None:
         raise RuntimeError("odd")
 
-    monkeypatch.setattr(diagnosis, "portraits", broken)
+    monkeypatch.setattr(symptoms, "portraits", broken)
     ranks = changed(row_run, "gradients", "norm.weight", scaled(2.0))
     found = of(CASE, ranks)
     assert found.guesses
