@@ -158,6 +158,10 @@ PR = Plan(
             dtype=("bfloat16", "float16"),
             zero=(0, 2),
         ),
+        # Not without ZeRO: DeepSpeed sums gradients in bf16 there and clips by the norm of one rank's shards.
+        _select(
+            "bf16 over ZeRO", "deepspeed", sizes=(UNEVEN,), tie="tied", head=SHARDED, dtype="bfloat16", zero=(1, 2, 3)
+        ),
         _select("TF32", BOTH, sizes=(UNEVEN,), tie="tied", head=SHARDED, matmul="tf32"),
         _select(
             "other losses", BOTH, sizes=(UNEVEN,), tie="tied", head=SHARDED, loss=("smoothed", "z_loss", "weighted")
@@ -215,6 +219,19 @@ NIGHTLY = Plan(
             head=SHARDED,
             dtype=("bfloat16", "float16"),
             zero=(0, 1, 2),
+            dp=2,
+            clip=0.5,
+            accumulate=2,
+            optimizer="adamw",
+        ),
+        _select(
+            "bf16 over ZeRO, two by two ranks, accumulated and clipped",
+            "deepspeed",
+            sizes=(UNEVEN,),
+            tie=TIES,
+            head=SHARDED,
+            dtype="bfloat16",
+            zero=(1, 2, 3),
             dp=2,
             clip=0.5,
             accumulate=2,

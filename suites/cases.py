@@ -141,7 +141,6 @@ class Case:
     dtype: str = _factor("float32", "precision of weights and arithmetic; bfloat16 and float16 train fp32 master "
                          "weights", ("float32", "float64", "bfloat16", "float16"), unsupported={
         "deepspeed": {"float64": "DeepSpeed keeps fp32 master weights (ZeRO 1-3) or asserts (ZeRO 0): no true fp64",
-                      "bfloat16": "reading DeepSpeed's fp32 master weights is not built yet",
                       "float16": "DeepSpeed has no fp16 on CPU"}})
     optimizer: str = _factor("sgd", "torch optimizer, settings in suites/optimizers.py",
                              ("sgd", "momentum", "adam", "adamw"))

@@ -208,6 +208,11 @@ def _together(
     last = higher[-1]
     if last.verdict not in (EXACT, ROUNDING):
         return INCONCLUSIVE, f"{shown}: the highest precision cannot tell either"
+    if any(KIND[f.oracle] == "precision" for f in first.flagged):
+        return PRECISION, f"{shown}: right at a higher precision; at {arithmetic(case)} more is lost than asked"
+    there = {(m.oracle, m.name) for m in last.measured}
+    if unseen := [m.name for m in first.measured if m.sigmas > m.limit and (m.oracle, m.name) not in there]:
+        return INCONCLUSIVE, f"{shown}: but {unseen[0]} is not measured there, so nothing clears it"
     over = worst.sigmas / worst.limit if worst else 0.0
     slopes = [rung.slope for rung in rungs if rung.slope is not None]
     told = any(KIND[f.oracle] == "environment" for f in first.flagged)

@@ -29,7 +29,8 @@ from suites.data import MicroBatch
 from suites.model import COLUMN, ROW, Decoder, build_model, parameter_shapes
 from suites.observe import Piece
 from suites.paths import Notice
-from suites.paths.deepspeed_pieces import gradient_piece, weight_piece
+from suites.paths.deepspeed_pieces import gradient_piece, low_gradient_piece, master_piece, weight_piece
+from suites.precision import LOW
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
@@ -38,6 +39,7 @@ import deepspeed
 import deepspeed.comm.comm
 import deepspeed.ops
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -96,6 +98,12 @@ def configuration(case: Case) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": case.zero},
     }
+    if case.dtype == "bfloat16":
+        config["bf16"] = {"enabled": True}
+        # By default gradients are summed and sent in bf16; without ZeRO another sum is refused.
+        if case.zero > 0:
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+            config["communication_data_type"] = "fp32"
     if case.zero == 3:
         # By default stage 3 keeps parameters as small as these whole on every rank.
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
@@ -183,11 +191,10 @@ class DeepSpeedTrainer:
 
     def gradients(self) -> Mapping[str, Piece]:
         """This rank's own part of each trainable parameter's gradient, as the optimizer gets it, before clipping."""
-        return {
-            name: gradient_piece(parameter, self.case.zero, self.dp_rank)
-            for name, parameter in self.parameters().items()
-            if parameter.requires_grad
-        }
+        trained = {name: parameter for name, parameter in self.parameters().items() if parameter.requires_grad}
+        if self.case.dtype in LOW:
+            return {name: low_gradient_piece(parameter, self.dp_rank) for name, parameter in trained.items()}
+        return {name: gradient_piece(parameter, self.case.zero, self.dp_rank) for name, parameter in trained.items()}
 
     def step(self) -> float | None:
         """Clip, update, clear gradients. Norm before clipping; None at ZeRO 0, where DeepSpeed does not report one."""
@@ -200,13 +207,20 @@ class DeepSpeedTrainer:
         return {name: weight_piece(parameter, self.dp_rank) for name, parameter in self.parameters().items()}
 
     def masters(self) -> Mapping[str, Piece]:
-        """None: this path trains in fp32 (the fp32 copy of ZeRO 1 to 3 is the weight itself)."""
-        return {}
+        """This rank's part of each fp32 master weight under bf16; in fp32, ZeRO's copy is the weight itself."""
+        if self.case.dtype not in LOW:
+            return {}
+        found = {
+            name: master_piece(parameter, self.engine.optimizer, self.dp_rank)
+            for name, parameter in self.parameters().items()
+            if parameter.requires_grad
+        }
+        return {name: piece for name, piece in found.items() if piece is not None}
 
     def optimized(self) -> Sequence[Tensor]:
         """The model's parameters that the optimizer updates, once per mention; ZeRO's flat buffers stand for theirs."""
         optimizer = self.engine.optimizer
-        for attribute in ("bit16_groups", "fp16_groups"):  # ZeRO 1 and 2; ZeRO 3
+        for attribute in ("bit16_groups", "fp16_groups", "bf16_groups"):  # ZeRO 1 and 2; ZeRO 3; ZeRO 1 in bf16
             if hasattr(optimizer, attribute):
                 return [p for group in getattr(optimizer, attribute) for p in group]
         return [p for group in optimizer.param_groups for p in group["params"]]
@@ -218,7 +232,7 @@ class DeepSpeedTrainer:
             return 3
         if isinstance(optimizer, DeepSpeedZeroOptimizer):
             return 2 if optimizer.partition_gradients else 1
-        return 0
+        return 1 if isinstance(optimizer, BF16_Optimizer) else 0
 
     def close(self) -> None:
         """Destroy engine and process groups: neither hooks nor groups nor memory pass on to the next case."""

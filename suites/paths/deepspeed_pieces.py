@@ -39,6 +39,38 @@ def gradient_piece(parameter: Any, zero: int, dp_rank: int) -> Piece:
     return Piece.part(fragment, address.start, parameter.shape)
 
 
+def low_gradient_piece(parameter: Any, dp_rank: int) -> Piece:
+    """As `gradient_piece`, where the model trains in bf16 with fp32 master weights: the fp32 sum where there is one."""
+    if hasattr(parameter, "ds_id"):  # ZeRO 3
+        optimizer = parameter._z3_optimizer
+        sums = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        return _partition(parameter, sums[parameter.ds_id], dp_rank)
+    if hasattr(parameter, "_hp_mapping"):  # ZeRO 1 and 2
+        mapping = parameter._hp_mapping
+        if mapping is None:  # all of it belongs to other ranks
+            return Piece.part(torch.empty(0, dtype=torch.float32), 0, parameter.shape)
+        address = mapping.lp_fragment_address
+        found = mapping.get_lp_grad_fragment(parameter._index_in_param_group).reshape(-1)
+        if found.numel() == parameter.numel():  # all of it, though only a part is this rank's
+            found = found[address.start : address.start + address.numel]
+        return Piece.part(found, address.start, parameter.shape)
+    return Piece.whole(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+
+
+def master_piece(parameter: Any, optimizer: Any, dp_rank: int) -> Piece | None:
+    """This rank's part of the fp32 master weight of a bf16 parameter; None where the optimizer holds none."""
+    if hasattr(parameter, "ds_id"):
+        return _partition(parameter, parameter._z3_optimizer.get_local_fp32_param(parameter), dp_rank)
+    if hasattr(parameter, "_hp_mapping"):
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return Piece.part(torch.empty(0, dtype=torch.float32), 0, parameter.shape)
+        return Piece.part(mapping.hp_fragment, mapping.lp_fragment_address.start, parameter.shape)
+    groups = zip(getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()), strict=True)
+    pairs = (pair for low, high in groups for pair in zip(low, high, strict=True))
+    return next((Piece.whole(high) for low, high in pairs if low is parameter), None)
+
+
 def weight_piece(parameter: Any, dp_rank: int) -> Piece:
     """This rank's part of the weight that the model computes with."""
     if not hasattr(parameter, "ds_tensor") or parameter.ds_status == ZeroParamStatus.AVAILABLE:

@@ -105,6 +105,24 @@ def test_a_loss_of_precision_at_one_precision_only_is_a_precision_bug(runs):
     assert found.verdict == "bug: precision"
 
 
+def test_a_higher_precision_clears_only_what_is_measured_there_and_no_lost_precision(runs):
+    tf32 = CASE.but(matmul="tf32")
+    silent = [
+        dataclasses.replace(r, steps=tuple(dataclasses.replace(s, gradient_norm=None) for s in r.steps))
+        for r in runs[CASE]
+    ]
+    norms = [
+        dataclasses.replace(r, steps=tuple(dataclasses.replace(s, gradient_norm=s.gradient_norm * 2) for s in r.steps))
+        for r in runs[tf32]
+    ]
+    case = tf32.but(path="deepspeed")  # reports no norm at fp32 without ZeRO, and has no fp64
+    found = conclude(case, norms, again=lambda rung: silent)
+    assert found.verdict == "inconclusive"
+    assert "global norm is not measured there" in found.evidence
+    coarse = changed(runs[tf32], lambda g: g.bfloat16().float())
+    assert conclude(tf32, coarse, again=again_as(runs)).verdict == "bug: precision"
+
+
 def test_where_no_higher_precision_ran_nothing_is_decided(runs):
     off = changed(runs[CASE], lambda g: g * (1 + 2e-5))
     found = conclude(CASE, off, again=again_as(runs, float64="rank 0 exited with code 1"))
