@@ -79,3 +79,16 @@ def test_a_detached_lookup_is_a_bug_in_every_tied_row_case(tmp_path):
         assert record.patch is not None
         assert record.patch.startswith("my_patch.py sha256:")
         assert f"--patch {patch}" in (record.rerun or "")
+
+
+@pytest.mark.timeout(600)
+def test_bf16_is_right_over_zero_and_loses_precision_without_it(tmp_path):
+    """DeepSpeed 0.19.8 without ZeRO: gradients summed in bf16; the norm holds one tensor-parallel rank's shards only."""
+    cases = [f"deepspeed:head=row,dtype=bfloat16,hidden=35,vocab=67,zero={zero}" for zero in (0, 1, 3)]
+    _, run = tiebench_run(tmp_path / "run", *(word for case in cases for word in ("--case", case)))
+    without, *over_zero = run.records
+    assert [record.verdict for record in over_zero] == ["rounding", "rounding"], [r.evidence for r in over_zero]
+    assert without.verdict == "bug: precision"
+    flagged = {finding.oracle: finding.evidence for finding in without.findings if finding.flagged}
+    assert set(flagged) == {"precision", "gradient_norm"}
+    assert "summed in torch.bfloat16 and should be in torch.float32" in flagged["precision"]
