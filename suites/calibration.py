@@ -79,7 +79,7 @@ MEDIUM = {
 # Few of these: they show that the limits hold for sizes that are trained in earnest.
 BIG = {
     **SMALL,
-    "hidden": (512, 640, 1024),
+    "hidden": (256, 512, 640, 1024),
     "vocab": (8192, 10007, 16384, 32768),
     "layers": (8, 10, 12),
     "sequence": (16,),
@@ -88,7 +88,7 @@ BIG = {
     "steps": (3,),
     "resume": ("none",),
 }
-LARGEST = {"small": 2**14, "medium": 2**17, "big": 2**24}  # hidden times vocabulary
+LARGEST = {"small": 2**14, "medium": 2**17, "big": 2**23}  # hidden times vocabulary: 4 GB to judge
 # Odd seeds begin here: a run with one below showed that three samples of noise can be too few, and what was mended
 # after a look at a run must be checked on others (2026-12-01, suites/evidence.py MANY_SAMPLES).
 FRESH = 1000

@@ -83,7 +83,7 @@ def test_a_detached_lookup_is_a_bug_in_every_tied_row_case(tmp_path):
 
 @pytest.mark.timeout(600)
 def test_bf16_is_right_over_zero_and_loses_precision_without_it(tmp_path):
-    """DeepSpeed 0.19.8 without ZeRO: gradients summed in bf16; the norm holds one tensor-parallel rank's shards only."""
+    """DeepSpeed 0.19.8 without ZeRO sums gradients in bf16, and its norm holds one tensor-parallel rank's shards."""
     cases = [f"deepspeed:head=row,dtype=bfloat16,hidden=35,vocab=67,zero={zero}" for zero in (0, 1, 3)]
     _, run = tiebench_run(tmp_path / "run", *(word for case in cases for word in ("--case", case)))
     without, *over_zero = run.records
