@@ -330,9 +330,7 @@ class RankSet:
         """Describe the environment, seen from rank 0 (the others answer too and must agree on nothing)."""
         return self._command(ch.Collect(), limit)
 
-    def run(
-        self, case: str, observations: Path, fault: str | None, limit: float, trace: int | None = None
-    ) -> Outcome:
+    def run(self, case: str, observations: Path, fault: str | None, limit: float, trace: int | None = None) -> Outcome:
         """Run one case; rank r saves what it saw to ``observations/rank<r>.safetensors``.
 
         Args:
