@@ -35,6 +35,7 @@ from ci import channel as ch
 from ci import records, schedule
 from ci.ranks import Outcome, RankSet, Settings, check_seconds, check_writable, is_secondary, listen
 from ci.records import EndRow, FinalRow, LogError, Record, RecordLog, Run, RunRow, StartedRow
+from suites import bug_classes
 from suites.cases import Case
 
 if TYPE_CHECKING:
@@ -135,9 +136,10 @@ class Subject:
         return words + (["--fault", self.fault] if self.fault else [])
 
 
-HANG = records.Guess(
-    bug_class=27, name="ranks issue different collectives", why="some ranks wait for what others never send"
-)
+# What is guessed of runs that leave no observations.
+HANG = records.Guess(bug_class=27, name=bug_classes.NAMES[27], why="some ranks wait for what others never send")
+LOST = records.Guess(bug_class=1, name=bug_classes.NAMES[1], why="embedding and head are no longer one weight")
+BY_REPLACEMENT = records.Guess(bug_class=2, name=bug_classes.NAMES[2], why="it is lost when sharded layers are put in")
 INSTALLED = Subject()
 DEFAULTS = Settings()
 
@@ -536,7 +538,8 @@ class Session:
             }
         if tie := _broken_tie(case, outcome):
             evidence = f"{tie.evidence}; then {_cause(outcome)}"
-            return found | {"verdict": "bug", "oracle": tie.oracle, "findings": (tie,), "evidence": evidence}
+            found |= {"verdict": "bug", "oracle": tie.oracle, "findings": (tie,), "evidence": evidence}
+            return found | {"guesses": (BY_REPLACEMENT if "'sharded'" in tie.evidence else LOST,)}
         return found | {"verdict": "crash", "evidence": _cause(outcome)}
 
     def _unwritable(self, error: OSError) -> SetupError:

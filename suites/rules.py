@@ -224,7 +224,8 @@ RULES: tuple[Rule, ...] = (
     # what ran
     Rule("a part of the run is missing, or was not the one asked for", lambda s: s.says("complete"), {30: 10}),
     Rule("the optimizer lacks a parameter", lambda s: s.says("complete") and s.says("census"), {20: 10.5}),
-    Rule("the live model is not sharded as the case says", lambda s: s.says("layout"), {30: 10}),
+    Rule("the live model is not sharded as the case says", lambda s: s.says("layout") and not s.tie_lost, {30: 10}),
+    Rule("the live model is not sharded as the case says", lambda s: s.says("layout") and s.tie_lost, {30: 4}),
     Rule("an observation repeats an earlier one", lambda s: s.repeated, {30: 11}),
     Rule("a rank ran on other data than it was given", lambda s: s.forward and s.forward.whose, {30: 10, 9: 3}),
     Rule("all numbers are those of a case with another factor", lambda s: s.another, {30: 9}),
