@@ -53,14 +53,16 @@ class _Session(Session):
     judged: Judgement | None
     worst: dict[str, float | None]
     where: dict[str, str]
+    digest: str
 
     def run(self, case: Case, fault: str | None = None) -> Record:
         """As `Session.run`."""
-        self.judged, self.worst, self.where = None, {}, {}
+        self.judged, self.worst, self.where, self.digest = None, {}, {}, ""
         return super().run(case, fault)
 
     def _judged(self, case: Case, observations: Path, fault: str | None) -> dict[str, Any]:
         seen = [RankObservation.load(observations / f"rank{r}.safetensors") for r in range(case.world_size)]
+        self.digest = calibration.digest(seen)
         self._references = self._references or ReferenceCache()
 
         def again(rung: Case) -> list[RankObservation]:
@@ -170,6 +172,7 @@ def _row(job: Job, record: Record, session: _Session, version: str) -> Run:
         where=session.where,
         errors={f"{m.oracle} {m.name}": _finite(m.error) for m in tried},
         sees={f"{m.oracle} {m.name}": _finite(m.sees) for m in tried},
+        digest=session.digest if job.kind in ("fault", "twin") else "",
         evidence="" if record.verdict in records.GREEN and not (judged and judged.flagged) else record.evidence,
         seconds=round(record.wall_seconds or 0.0, 3),
     )

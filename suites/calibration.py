@@ -1,11 +1,12 @@
 """Calibration: which runs show what rounding does and how small a bug is seen, and what can be read off them.
 
-Four kinds of runs, each of one case and perhaps with a change to the program:
+Five kinds of runs, each of one case and perhaps with a change to the program:
 
     null      the program as it is, or changed so that only sums are made in another order: must not be flagged
     harmless  TF32 where fp32 was asked for, on all ranks or on one: may be flagged, must not be called a bug
     graded    a factor 1 + s in a wrong place, from s = 1e-7 to 1: shows how small a bug is seen
     fault     every fault of `suites.faults` at every precision: none above the stated visibility may be missed
+    twin      the case of a fault without it: equal bit for bit where the fault does nothing at that precision
 
 Runs with an even seed set the limits (`suites.limits`); those with an odd seed are held out and only check them.
 `ci.calibrate` runs the jobs; nothing here starts a process.
@@ -14,6 +15,7 @@ Runs with an even seed set the limits (`suites.limits`); those with an odd seed 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import random
 from collections import Counter, defaultdict
@@ -21,12 +23,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from suites.cases import Case, CaseError
 from suites.evidence import Comparison, Evidence
 from suites.faults import FAULTS, HARMLESS
 from suites.faults.graded import GRADED, KINDS, name_of
 from suites.limits import TABLE
 from suites.numerics import LIMITS
+from suites.observe import Piece, RankObservation
 from suites.precision import UNIT_ROUNDOFF, arithmetic
 
 ARITHMETICS = tuple(UNIT_ROUNDOFF)
@@ -79,8 +84,7 @@ MEDIUM = {
 # Few of these: they show that the limits hold for sizes that are trained in earnest.
 BIG = {
     **SMALL,
-    "hidden": (256, 512, 640, 1024),
-    "vocab": (8192, 10007, 16384, 32768),
+    "shape": ((512, 8192), (512, 8192), (512, 8001), (1024, 4096), (256, 16384), (128, 32768)),  # hidden, vocabulary
     "layers": (8, 10, 12),
     "sequence": (16,),
     "batch": (2, 4),
@@ -88,7 +92,7 @@ BIG = {
     "steps": (3,),
     "resume": ("none",),
 }
-LARGEST = {"small": 2**14, "medium": 2**17, "big": 2**23}  # hidden times vocabulary: 4 GB to judge
+LARGEST = {"small": 2**14, "medium": 2**17, "big": 2**22}  # hidden times vocabulary: 2 GB to judge
 # Odd seeds begin here: a run with one below showed that three samples of noise can be too few, and what was mended
 # after a look at a run must be checked on others (2026-12-01, suites/evidence.py MANY_SAMPLES).
 FRESH = 1000
@@ -115,7 +119,7 @@ class Size:
     framework: int = 1  # one of so many of a framework's null cases
 
 
-FULL = Size(330, 24, 6, 40, 4, tuple(sorted({float(name.rpartition("_")[2]) for name in GRADED})), 1)
+FULL = Size(330, 24, 4, 40, 4, tuple(sorted({float(name.rpartition("_")[2]) for name in GRADED})), 1)
 QUICK = Size(16, 0, 0, 4, 1, (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0), 12, 16)
 
 
@@ -138,6 +142,7 @@ class Run:
         worst: scope -> largest deviation in sigmas (None: not finite); where: scope -> comparison that showed it.
         errors, sees: "oracle tensor" -> relative error of its worst step, and the smallest that would be flagged
             (None: not finite).
+        digest: of all that the ranks saw (faults and their twins only).
         evidence: of runs that are not green.
     """
 
@@ -153,6 +158,7 @@ class Run:
     where: Mapping[str, str] = field(default_factory=dict)
     errors: Mapping[str, float | None] = field(default_factory=dict)
     sees: Mapping[str, float | None] = field(default_factory=dict)
+    digest: str = ""
     evidence: str = ""
     seconds: float = 0.0
 
@@ -250,6 +256,7 @@ def drawn(
     while True:
         chosen = {name: source.choice(list(of)) for name, of in values.items()}
         chosen["tp"], chosen["dp"] = chosen.pop("mesh")
+        chosen["hidden"], chosen["vocab"] = chosen.pop("shape", (chosen["hidden"], chosen["vocab"]))
         if precision == "float16":
             chosen["logit_scale"] = min(1.0, chosen["logit_scale"])  # more overflows under a fixed loss scale
         edges = (0, 3, chosen["vocab"] // 2, chosen["vocab"] - 1)
@@ -287,6 +294,7 @@ def _faults(size: Size, precisions: Sequence[str]) -> Iterator[Job]:
         for fault in mine[number % size.every :: size.every]:
             for wanted in ("float64", precision):
                 yield Job("fault", at(Case.parse(fault.case), wanted).id, fault.name)
+            yield Job("twin", at(Case.parse(fault.case), precision).id)
 
 
 def measure(evidence: Evidence) -> tuple[dict[str, float | None], dict[str, str]]:
@@ -301,6 +309,32 @@ def measure(evidence: Evidence) -> tuple[dict[str, float | None], dict[str, str]
                 worst[scope] = sigmas
                 where[scope] = f"{found.oracle}: {seen.name}, step {found.step + 1}"
     return {scope: sigmas if math.isfinite(sigmas) else None for scope, sigmas in worst.items()}, where
+
+
+def digest(ranks: Sequence[RankObservation]) -> str:
+    """Digest of what the ranks saw of a run, equal for runs that are bit for bit the same."""
+    found = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Piece):
+            found.update(f"{value.start} {value.local_shape} {value.data.dtype}".encode())
+            found.update(value.data.contiguous().view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, Mapping):
+            for name, item in sorted(value.items()):
+                found.update(name.encode())
+                add(item)
+        elif isinstance(value, tuple):
+            for item in value:
+                add(item)
+        else:
+            found.update(repr(value).encode())
+
+    for rank in ranks:
+        add((rank.rank, rank.lifecycle, rank.census, rank.zero_stage, rank.initial))
+        for step in rank.steps:
+            add((step.loss, step.logits, step.gradients, step.gradient_norm, step.weights, step.masters))
+            add(step.collectives)
+    return found.hexdigest()
 
 
 # --- what can be read off ------------------------------------------------------------------------------------------
@@ -359,13 +393,14 @@ def read_off(runs: Sequence[Run]) -> Result:
     """Tables and problems from all runs."""
     nulls = [run for run in runs if run.kind == "null"]
     effects = {(_twin(run), run.change): run.errors for run in runs if run.arithmetic == "float64"}
+    twins = {run.case: run.digest for run in runs if run.kind == "twin" and run.digest}
     problems: list[str] = []
     tables = [
         _alarms(nulls, problems),
         _margins(nulls, problems),
         _harmless_changes([run for run in runs if run.kind == "harmless"], problems),
         *_detection([run for run in runs if run.kind == "graded"], effects, problems),
-        _fault_table([run for run in runs if run.kind == "fault"], effects, problems),
+        _fault_table([run for run in runs if run.kind == "fault"], effects, twins, problems),
     ]
     return Result(tuple(table for table in tables if table.rows), tuple(problems), len(runs))
 
@@ -529,9 +564,11 @@ def _detection(runs: Sequence[Run], effects: Effects, problems: list[str]) -> tu
     )
 
 
-def _fault_table(runs: Sequence[Run], effects: Effects, problems: list[str]) -> Table:
+def _fault_table(runs: Sequence[Run], effects: Effects, twins: Mapping[str, str], problems: list[str]) -> Table:
     rows = []
-    for (precision,), group in _by((run for run in runs if run.arithmetic != "float64"), "arithmetic").items():
+    tried = [run for run in runs if run.arithmetic != "float64"]
+    for (precision,), every in _by(tried, "arithmetic").items():
+        group = [run for run in every if run.seen or not run.digest or run.digest != twins.get(run.case)]
         above = [run for run in group if visible(run, effects)]
         missed = [run for run in above if not run.seen]
         problems += [f"fault above the stated visibility was missed: {_named(run)}" for run in missed]
@@ -543,7 +580,8 @@ def _fault_table(runs: Sequence[Run], effects: Effects, problems: list[str]) -> 
         rows.append(
             {
                 "precision": precision,
-                "faults": len(group),
+                "faults": len(every),
+                "do nothing": len(every) - len(group),
                 "seen": sum(run.seen for run in group),
                 "above visibility": len(above),
                 "missed above it": len(missed),
@@ -553,7 +591,8 @@ def _fault_table(runs: Sequence[Run], effects: Effects, problems: list[str]) -> 
                 "seen and not a bug": ", ".join(sorted(f"{r.change} ({r.verdict})" for r in undecided)) or "none",
             }
         )
-    note = "Every fault of the suite in its own case at a lower precision; its effect is measured at fp64."
+    note = "Every fault of the suite in its own case at a lower precision; its effect is measured at fp64. "
+    note += "Do nothing: the run is bit for bit that of the unmodified program."
     return Table("faults", "Faults at lower precisions", note, tuple(rows))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from suites.cases import Case
 from suites.limits import DECISIVE
 from suites.model import parameter_shapes, trainable
-from suites.numerics import LIMITS, Deviation, deviation
+from suites.numerics import LIMITS, Deviation, deviation, untold
 from suites.observe import (
     Assembled,
     ObservationError,
@@ -304,6 +304,8 @@ def _batch(key: tuple[int, int], case: Case) -> str:
 
 
 def _scalar(name: str, run: float, reference: float, sigma: float, scope: str = "scalar") -> Deviation:
+    if not (math.isfinite(reference) and math.isfinite(sigma)):
+        return untold(name, scope)
     sigmas = abs(run - reference) / sigma if math.isfinite(run) else math.inf
     scale = abs(reference) or 1.0
     limit = LIMITS[scope]

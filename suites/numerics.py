@@ -58,13 +58,15 @@ def deviation(name: str, run: Tensor, reference: Tensor, noise: Tensor, u: float
     """Compare `run` with the fp64 `reference`, given the errors `noise` of unsharded runs at unit roundoff `u`.
 
     `run` and `reference` have one shape, `noise` is [samples, *shape]; rows are the first dimension (all but the last,
-    flattened, where there are more than two). A value that is not finite counts as an infinite deviation.
+    flattened, where there are more than two). A value that is not finite counts as an infinite deviation; but where
+    the reference, or an unsharded run at this precision, is not finite either, nothing can be told.
     """
     samples = torch.stack([_rows(sample) for sample in noise])
     run, reference = _rows(run), _rows(reference)
     error = run - reference
     finite = bool(torch.isfinite(run).all())
-    told = bool(torch.isfinite(reference).all() and torch.isfinite(samples).all())
+    if not bool(torch.isfinite(reference).all() and torch.isfinite(samples).all()):
+        return untold(name)
     scale = _rms(reference)
     sigma = max(_rms(samples), 0.5 * u * scale, torch.finfo(torch.float64).tiny)
     row_error, row_scale = error.square().mean(1).sqrt(), reference.square().mean(1).sqrt()
@@ -92,9 +94,24 @@ def deviation(name: str, run: Tensor, reference: Tensor, noise: Tensor, u: float
         predicted=sigma / scale if scale else 0.0,
         row=int((row_error / sigma_row).nan_to_num(math.inf).argmax()),
         rows_wrong=float(wrong.double().mean()) if finite else 1.0,
-        sees=LIMITS["tensor"] * sigma / scale if scale and told else math.inf,
-        coherence=cosine(error, reference) if finite and told else 0.0,
+        sees=LIMITS["tensor"] * sigma / scale if scale else math.inf,
+        coherence=cosine(error, reference) if finite else 0.0,
         scopes={key: ratio * LIMITS[key] for key, ratio in ratios.items()} if finite else {},
+    )
+
+
+def untold(name: str, scope: str = "tensor") -> Deviation:
+    """No deviation, and blind to any: there is nothing to compare with."""
+    return Deviation(
+        name=name,
+        score=0.0,
+        scope=scope,
+        sigmas=0.0,
+        relative=0.0,
+        predicted=0.0,
+        row=0,
+        rows_wrong=0.0,
+        sees=math.inf,
     )
 
 

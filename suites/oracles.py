@@ -256,6 +256,8 @@ def _worst(oracle: str, found: Sequence[tuple[int, Deviation]], least: float, ex
     blind = ""
     if not dullest.sees <= least:
         blind = f"cannot see errors below {dullest.sees:.0e} of {dullest.name} (step {dullest_step + 1})"
+        if math.isinf(dullest.sees):
+            blind = f"has nothing to compare {dullest.name} with in step {dullest_step + 1}: zero or not finite"
     where = f"{worst.name} step {step + 1}"
     if flagged:
         rows = f", {worst.rows_wrong:.0%} of rows wrong, worst row {worst.row}" if worst.rows_wrong else ""

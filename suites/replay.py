@@ -15,7 +15,7 @@ from torch import Tensor
 
 from suites import optimizers
 from suites.model import EMBEDDING, HEAD, parameter_shapes, trainable
-from suites.numerics import LIMITS, Deviation, cosine
+from suites.numerics import LIMITS, Deviation, cosine, untold
 from suites.observe import bitwise_equal
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ def _deviation(name: str, before: Tensor, after: Tensor, expected: Tensor, sigma
 
     Relative numbers are shares of the update, and `coherence` is that with the update or with the weight, the larger.
     """
+    if not bool(torch.isfinite(expected).all()):
+        return untold(f"update of {name}", "replay")
     moved = expected - before.double()
     sigma = sigma + torch.finfo(torch.float64).tiny
     error = after.double() - expected

@@ -49,8 +49,7 @@ def test_the_full_plan_holds_what_was_promised(full):
     for precision in UNIT_ROUNDOFF:
         mine = [case for case in nulls if arithmetic(case) == precision]
         assert sum(case.seed % 2 for case in mine) >= 0.45 * len(mine) > 100
-        assert max(case.hidden for case in mine) >= 512
-        assert max(case.vocab for case in mine) >= 8192
+        assert max(case.hidden * case.vocab for case in mine) >= 2**21
         assert max(case.layers for case in mine) >= 8
     assert max(case.hidden for case in nulls) == 1024
     assert max(case.vocab for case in nulls) == 32768
@@ -162,7 +161,24 @@ def test_a_fault_of_the_table_above_visibility_must_not_be_missed():
     assert table(result, "faults")[0]["missed above it"] == 1
     text = calibration.markdown(result, "two runs")
     assert "**1 not as they must be**" in text
-    assert "| bfloat16 | 1 | 0 | 1 | 1 |" in text
+    assert "| bfloat16 | 1 | 0 | 0 | 1 | 1 |" in text
+
+
+def test_a_fault_that_does_nothing_at_a_precision_is_told_by_its_twin():
+    key, case = f"gradient {EMBEDDING}", at(Case.parse(CASE), "bfloat16").id
+    exact = run("fault", at(Case.parse(CASE), "float64").id, "scaled_lookup", "bug", errors={key: 0.5})
+    idle = run("fault", case, "scaled_lookup", sees={key: 0.1}, digest="a")
+    assert read_off([exact, idle, run("twin", case, digest="a")]).problems == ()
+    assert read_off([exact, idle, run("twin", case, digest="b")]).problems != ()
+    assert read_off([exact, idle]).problems != ()
+
+
+def test_the_digest_tells_runs_apart(run_jobs):
+    low = at(Case.parse(CASE), "bfloat16").id
+    jobs = [(low, None), (low, "gradient_not_cleared"), (low, "scaled_lookup"), (low + ",seed=1", None)]
+    plain, idle, broken, other = map(calibration.digest, run_jobs(jobs))
+    assert plain == idle, "sums of low gradients live elsewhere: there is nothing to clear"
+    assert len({plain, broken, other}) == 3
 
 
 def test_nothing_ran():

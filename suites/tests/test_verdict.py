@@ -167,6 +167,18 @@ def test_a_reference_that_fails_is_no_green(runs, monkeypatch):
     assert "the reference failed in step 1: MemoryError: no room for the reference" in found.evidence
 
 
+def test_a_run_that_diverges_as_the_unsharded_one_does_is_no_bug_and_no_green(run_jobs):
+    case = Case(
+        "handwritten", tie="untied", head="gathered", optimizer="momentum", logit_scale=1000.0, loss="z_loss", steps=6
+    )
+    ranks = run_jobs([(case.id, None)])[0]
+    assert not all(bool(torch.isfinite(p.data).all()) for p in ranks[0].steps[-1].weights.values())
+    found = judge(case, ranks)
+    assert (found.verdict, found.flagged) == ("inconclusive", ())
+    assert "blind: " in found.evidence
+    assert "not finite" in found.evidence
+
+
 def test_every_tensor_says_what_it_would_have_seen(runs):
     found = judge(CASE, runs[CASE])
     names = {m.name for m in found.measured if m.oracle == "gradient"}
