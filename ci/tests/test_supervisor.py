@@ -93,7 +93,7 @@ def test_a_failure_of_this_program_costs_one_case(session, monkeypatch):
 
 
 def test_records_of_a_run_with_patch_and_fault_can_be_run_again(tmp_path):
-    fault = "dropped_copy"
+    fault = "unreduced_input_gradient"
     subject = Subject(fault=fault, patch=Patch.read(MISBEHAVE))
     with Session(tmp_path / "run", Plan("test", (CLEAN,)), subject, CPU) as session:
         record = session.run(CLEAN)
