@@ -94,6 +94,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("started_at", "text", None, None, "UTC, ISO 8601"),
     Column("environment", "text", None, None, "fingerprint of the environment"),
     Column("fault", "text", None, None, "bug that was put in on purpose"),
+    Column("harmless", "text", None, None, "True where what was put in is a harmless change"),
     Column("patch", "text", None, None, "the user's patch file, name and sha256"),
     Column("rerun", "text", None, None, "one command that runs this case again alone"),
 )

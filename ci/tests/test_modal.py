@@ -88,7 +88,7 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     def replace(raising: dict[str, BaseException] | None = None) -> list[str]:
         ran: list[str] = []
 
-        def attempt(self: object, case: Case, observations: Path) -> dict[str, Any]:
+        def attempt(self: object, case: Case, observations: Path, fault: str | None) -> dict[str, Any]:
             ran.append(case.id)
             if raising and case.id in raising:
                 raise raising[case.id]
