@@ -120,7 +120,7 @@ class Size:
 
 
 FULL = Size(330, 24, 4, 40, 4, tuple(sorted({float(name.rpartition("_")[2]) for name in GRADED})), 1)
-QUICK = Size(16, 0, 0, 4, 1, (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0), 12, 16)
+QUICK = Size(12, 0, 0, 3, 1, (1e-6, 1e-4, 1e-2, 1e-1, 1.0), 18, 24)
 
 
 @dataclass(frozen=True)
