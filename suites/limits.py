@@ -30,19 +30,19 @@ class Limit:
 
 
 CALIBRATION = (
-    "2026-12-01, torch 2.13.0, CPU, gloo: 2099 null runs of the hand-written path in all six arithmetics, 502 of "
-    "deepspeed 0.19.8 in fp32 and TF32"
+    "2026-12-01, torch 2.13.0, CPU, gloo: 2148 null runs of the hand-written path in all six arithmetics, 538 of "
+    "deepspeed 0.19.8 in fp32, TF32 and bf16"
 )
 
 TABLE: dict[str, Limit] = {
-    "tensor": Limit(6.0, "root mean square of a whole tensor's error", 2.99, 2.73, CALIBRATION),
-    "row": Limit(12.0, "root mean square of one row's error", 4.43, 4.53, CALIBRATION),
+    "tensor": Limit(6.0, "root mean square of a whole tensor's error", 2.99, 2.81, CALIBRATION),
+    "row": Limit(12.0, "root mean square of one row's error", 4.35, 4.53, CALIBRATION),
     "element": Limit(40.0, "one element's error", 14.62, 11.76, CALIBRATION),
     "scalar": Limit(20.0, "loss of a micro-batch", 7.29, 4.97, CALIBRATION),
     "norm": Limit(
         4.0,
         "global gradient norm, over the norm of the gradients' noise: it can move no further",
-        1.28,
+        1.24,
         1.42,
         CALIBRATION,
     ),
