@@ -27,12 +27,11 @@ from ci import plans, records, supervisor
 from ci.display import duration
 from ci.ranks import Settings
 from ci.records import LogError, Record
-from ci.supervisor import Patch, Plan, Session, Subject
+from ci.supervisor import Plan, Session
 from suites import calibration
 from suites.calibration import Job, Result, Run
 from suites.cases import Case
 from suites.evidence import Evidence, ReferenceFailed
-from suites.faults import graded
 from suites.observe import ObservationError, RankObservation
 from suites.precision import arithmetic
 from suites.reference import ReferenceCache
@@ -43,8 +42,6 @@ SCHEMA = 1
 MOST_RANKS = 4
 EVERY = 25  # runs between two lines of progress
 CASE_LIMIT = 180.0  # seconds: the largest models on a busy machine
-# Ranks know the faults of the table; this adds those of graded size.
-REGISTER = "from suites import faults\nfrom suites.faults import graded\n\nfaults.FAULTS.update(graded.GRADED)\n"
 
 
 class _Session(Session):
@@ -68,7 +65,7 @@ class _Session(Session):
         def again(rung: Case) -> list[RankObservation]:
             return self._again(rung, observations / f"at {rung.dtype} seed {rung.seed}", fault)
 
-        with supervisor._one_thread():
+        with supervisor.one_thread():
             self.judged = conclude(case, seen, self._references, again)
             with contextlib.suppress(ReferenceFailed, ObservationError):  # said by the oracles
                 self.worst, self.where = calibration.measure(Evidence(case, seen, self._references))
@@ -141,9 +138,8 @@ def run(
         directory.mkdir(parents=True, exist_ok=True)
         number = 1 + sum(1 for _ in directory.glob("ranks*"))
         cases = tuple(dict.fromkeys(Case.parse(job.case) for job in todo))
-        subject = Subject(patch=Patch(Path(graded.__file__), REGISTER))
         version = supervisor.version()
-        session = _Session(directory / f"ranks{number}", Plan("calibration", cases), subject, settings)
+        session = _Session(directory / f"ranks{number}", Plan("calibration", cases), settings=settings)
         with open(directory / RUNS, "ab", buffering=0) as rows, session:
             for job in todo:
                 record = session.run(Case.parse(job.case), job.change or None)

@@ -418,12 +418,12 @@ def _check_fault(name: str, chosen: Sequence[Case]) -> None:
 
 
 def _fault(name: str) -> Fault:
-    from suites.faults import FAULTS, HARMLESS  # noqa: PLC0415
+    from suites.faults import FAULTS, HARMLESS, fault_of  # noqa: PLC0415
 
-    known = {**FAULTS, **HARMLESS}
-    if name not in known:
-        fail(f"unknown fault {name!r}; one of {', '.join(sorted(known))}")
-    return known[name]
+    try:
+        return fault_of(name)
+    except KeyError:
+        fail(f"unknown fault {name!r}; one of {', '.join(sorted({**FAULTS, **HARMLESS}))}")
 
 
 def _default_out(name: str) -> Path:

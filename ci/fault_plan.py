@@ -1,7 +1,7 @@
 """The fault plan: every bug on purpose is run in the case that shows it, and every harmless change in its own.
 
-A fault is caught when its run is called a bug, or ended by the watchdog (hang). A
-harmless change (TF32 on one rank, another order of sums) must never be called a bug.
+A fault is caught when its run is called a bug, or ended by the watchdog (hang). A harmless change (TF32 on one rank,
+another order of sums) must never be called a bug.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from ci.ranks import Settings
 from ci.records import Record
 from ci.supervisor import FAILED, OK, Plan, Session
 from suites.cases import Case
-from suites.faults import FAULTS, HARMLESS, Fault
+from suites.faults import FAULTS, HARMLESS, Fault, fault_of
 from suites.verdict import EXPLAINS
 
 CAUGHT = ("bug", "bug: precision", "hang")
 WATCHDOG = "watchdog"  # what sees a hang
-CASE_LIMIT = 20.0  # seconds: a hang costs all of them
 BUDGET = 1800.0  # seconds
 
 
@@ -69,8 +68,7 @@ def chosen(names: Sequence[str] = (), paths: Sequence[str] = ()) -> list[Fault]:
     Raises:
         KeyError: no such fault.
     """
-    known = {**FAULTS, **HARMLESS}
-    found = [known[name] for name in names] if names else list(known.values())
+    found = [fault_of(name) for name in names] if names else [*FAULTS.values(), *HARMLESS.values()]
     return [fault for fault in found if not paths or fault.path in paths]
 
 
@@ -78,10 +76,12 @@ def run(
     faults: Sequence[Fault],
     directory: Path,
     settings: Settings,
-    on_start: Callable[[Fault, int], None] = lambda fault, number: None,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
     """Run each fault in its case, in an order that starts few sets of ranks; the records are in `directory`.
+
+    Args:
+        on_row: hears of each row once its record is on disk.
 
     Raises:
         LogError, SetupError: as `Session`.
@@ -91,8 +91,7 @@ def run(
     rows = []
     plan = Plan("faults", tuple(places), budget=BUDGET)
     with Session(directory, plan, settings=settings) as session:
-        for number, fault in enumerate(in_turn, 1):
-            on_start(fault, number)
+        for fault in in_turn:
             case = Case.parse(fault.case)
             if session.left <= 0:
                 session.skip(case, "not_run", f"budget of {session.budget:.0f} s is over")

@@ -441,7 +441,7 @@ class Session:
         Raises:
             RunFailed: it did not end well, or there is no time or no rank left for it.
         """
-        from suites.observe import RankObservation  # noqa: PLC0415
+        from suites.observe import ObservationError, RankObservation  # noqa: PLC0415
         from suites.verdict import RunFailed  # noqa: PLC0415
 
         ranks, limit = self.sets.get(case.world_size), min(self.settings.case_limit, self.left)
@@ -455,7 +455,10 @@ class Session:
         if not outcome.good:
             self._drop(case.world_size)
             raise RunFailed(_cause(outcome) if outcome.failures or outcome.deaths else outcome.places())
-        return [RankObservation.load(observations / f"rank{r}.safetensors") for r in range(case.world_size)]
+        try:
+            return [RankObservation.load(observations / f"rank{r}.safetensors") for r in range(case.world_size)]
+        except ObservationError as error:
+            raise RunFailed(str(error)) from None
 
     def _judged(self, case: Case, observations: Path, fault: str | None) -> dict[str, Any]:
         """Judge the observations of a case that every rank finished."""
@@ -471,7 +474,7 @@ class Session:
         seen = [RankObservation.load(observations / f"rank{r}.safetensors") for r in range(case.world_size)]
         if self._references is None:
             self._references = ReferenceCache()
-        with _one_thread():  # the same sums on every machine, and no threads that wait for busy cores
+        with one_thread():  # the same sums on every machine, and no threads that wait for busy cores
             examined = examine(case, seen, self._references, again)
         judged, diagnosis = examined.judgement, examined.diagnosis
         seconds = [max(steps) for steps in zip(*([s.seconds for s in r.steps] for r in seen), strict=True)]
@@ -693,7 +696,8 @@ def interruptible(*, restore: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread in this process until the block ends."""
     import torch  # noqa: PLC0415
 
     before = torch.get_num_threads()

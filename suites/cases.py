@@ -286,6 +286,10 @@ RULES: tuple[Rule, ...] = (
         "a logit_scale outside 0.001 to 1000 leaves nothing of the softmax but rounding",
     ),
     Rule(lambda c: not c.tied and c.tie_when != "construction", "an untied model never makes a tie"),
+    Rule(
+        lambda c: c.dtype == "float16" and c.logit_scale > 1,
+        "larger logits have larger gradients, which overflow fp16 under the fixed loss scale",
+    ),
     Rule(lambda c: c.matmul != "ieee" and c.dtype != "float32", "TF32 is a way to multiply fp32 matrices"),
     Rule(
         lambda c: not c.tied and c.embedding_spec != "none",

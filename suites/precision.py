@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -134,11 +134,18 @@ def measured_matmul(device: torch.device) -> str:
 
 
 def switches(device: torch.device) -> dict[str, str]:
-    """Everything that changes numbers in this process, read back from it: name -> value."""
-    found = {
+    """Everything that changes numbers in this process, measured or read back from it: name -> value."""
+    return {
         MATMUL: measured_matmul(device),
         "subnormals (measured)": "kept" if bool(torch.full((1,), 1e-40) * 1 > 0) else "flushed to zero",
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        **switches_told(device),
+    }
+
+
+def switches_told(device: torch.device) -> dict[str, str]:
+    """What torch and the environment say of themselves, which no device is needed for."""
+    found = {
+        "float32_matmul_precision": _called(torch.get_float32_matmul_precision),
         "mkldnn.matmul.fp32_precision": _read(torch.backends.mkldnn, "matmul.fp32_precision"),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         AUTOCAST: str(torch.is_autocast_enabled(device.type)),
@@ -147,7 +154,7 @@ def switches(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         matmul = torch.backends.cuda.matmul
         found |= {
-            "cuda.matmul.fp32_precision": str(matmul.fp32_precision),
+            "cuda.matmul.fp32_precision": _read(matmul, "fp32_precision"),
             "cudnn.conv.fp32_precision": _read(torch.backends.cudnn, "conv.fp32_precision"),
             "cuda.matmul.allow_bf16_reduced_precision_reduction": str(matmul.allow_bf16_reduced_precision_reduction),
             "cuda.matmul.allow_fp16_reduced_precision_reduction": str(matmul.allow_fp16_reduced_precision_reduction),
@@ -157,7 +164,14 @@ def switches(device: torch.device) -> dict[str, str]:
 
 def _read(module: object, path: str) -> str:
     """A switch by its path; torch of other versions may lack it."""
+    return _called(lambda: attrgetter(path)(module))
+
+
+def _called(read: Callable[[], object]) -> str:
+    """What a switch says; torch refuses to read one that was set by another name (the two generations of TF32's)."""
     try:
-        return str(attrgetter(path)(module))
-    except (AttributeError, RuntimeError):
+        return str(read())
+    except AttributeError:
         return "no such switch"
+    except RuntimeError:
+        return "set by another name"

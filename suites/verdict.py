@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ EXPLAINS = (
     "update", "replicas", "census", "collectives",
 )  # fmt: skip
 SHOWN = 4
+FAILED = "oracle failed"  # begins the evidence of an oracle that could not ask
 KIND = {oracle.name: oracle.kind for oracle in ORACLES}
 # Lower precisions that a run's error may look like, finest first.
 COARSER = ("float32", "tf32", "tf32_truncated", "float16", "bfloat16")
@@ -35,9 +36,7 @@ EVEN = 0.3  # share of rows that rounding of a lower precision must at least hav
 COHERENT = 0.5  # cosine between error and tensor above which the error is a factor, not rounding
 INCOHERENT = 0.1  # the same cosine, of an update
 ROUNDINGS = 2.0  # unit roundoffs of a lower precision by which an update may be off that was rounded to it
-CONCENTRATED = (
-    0.5  # share of an error's energy in one direction (row pattern times column pattern): no rounding does that
-)
+CONCENTRATED = 0.5  # share of an error's energy in one direction (a pattern of rows times one of columns)
 FIRST_FEW = 3  # tensors whose error is looked at for such a pattern
 COMPARABLE = 0.02  # rounding of a lower precision must be at least this share of what such a run shows
 
@@ -246,8 +245,11 @@ def judge(case: Case, ranks: Sequence[RankObservation], cache: ReferenceCache | 
     tightest = max(rated, key=lambda f: f.error / f.limit, default=None)  # type: ignore[operator]
     blind = [f"{f.oracle} {f.blind}" for f in findings if f.blind]
     measured = _measured(evidence)
-    failed = any(f.evidence.startswith("oracle failed") for f in findings)
-    verdict, resembles = (INCONCLUSIVE, "") if failed else _verdict(evidence, flagged, bool(blind))
+    failed = [f for f in findings if f.evidence.startswith(FAILED)]
+    # What is either so or not decides also where others of the oracles failed.
+    told = [f for f in flagged if f not in failed and (not failed or KIND[f.oracle] == "exact")]
+    undecided = failed and not told
+    verdict, resembles = (INCONCLUSIVE, "") if undecided else _verdict(evidence, told, bool(blind))
     wavering = bool(flagged) and verdict == INCONCLUSIVE and not failed
     if flagged:
         text = _explain(flagged)
@@ -327,10 +329,10 @@ def _ask(oracle: Oracle, evidence: Evidence) -> Finding:
     try:
         return oracle.check(evidence)
     except ReferenceFailed as error:
-        return Finding(oracle.name, True, f"oracle failed: {error}")
+        return Finding(oracle.name, True, f"{FAILED}: {error}")
     except Exception as error:  # noqa: BLE001 - an oracle that breaks on odd observations must not pass for a clean one
         where = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"oracle failed: {type(error).__name__}: {error} ({where.name}, line {where.lineno})"
+        text = f"{FAILED}: {type(error).__name__}: {error} ({where.name}, line {where.lineno})"
         return Finding(oracle.name, True, text)
 
 
@@ -413,8 +415,3 @@ def _second_opinion(case: Case) -> str:
         return f"{text}; ask fp64: tiebench run --case '{case.but(dtype='float64', matmul='ieee').id}'"
     except ValueError:
         return f"{text}; this path has no higher precision to ask"
-
-
-def describe(measured: Measured) -> Mapping[str, object]:
-    """A row of the table of tensors, for reports."""
-    return dataclasses.asdict(measured)

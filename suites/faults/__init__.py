@@ -16,6 +16,7 @@ from unittest import mock
 
 from suites.faults import (
     deepspeed,
+    graded,
     handwritten_alias,
     handwritten_checkpoint,
     handwritten_contributions,
@@ -30,7 +31,7 @@ from suites.faults import (
 )
 from suites.faults.table import Fault, Replacement, Table, merged
 
-__all__ = ["FAULTS", "HARMLESS", "Fault", "Replacement", "Table", "apply", "describe"]
+__all__ = ["FAULTS", "HARMLESS", "Fault", "Replacement", "Table", "apply", "fault_of"]
 
 FAULTS: Mapping[str, Fault] = merged(
     handwritten_alias.TABLE,
@@ -50,17 +51,21 @@ HARMLESS: Mapping[str, Fault] = merged(harmless.TABLE)
 
 @contextlib.contextmanager
 def apply(name: str) -> Iterator[None]:
-    """Put a fault or a harmless change in, in this process, until the block ends.
+    """Put a fault, graded or not, or a harmless change in, in this process, until the block ends.
 
     Raises:
         KeyError: no such fault.
     """
     with contextlib.ExitStack() as stack:
-        for owner, attribute, replacement in (FAULTS.get(name) or HARMLESS[name]).replacements():
+        for owner, attribute, replacement in fault_of(name).replacements():
             stack.enter_context(mock.patch.object(owner, attribute, replacement))
         yield
 
 
-def describe() -> Mapping[str, str]:
-    """Name and meaning of every fault."""
-    return {name: f"class {fault.bug_class}: {fault.meaning}" for name, fault in FAULTS.items()}
+def fault_of(name: str) -> Fault:
+    """The fault, harmless change or fault of graded size of a name.
+
+    Raises:
+        KeyError: no such fault.
+    """
+    return {**graded.GRADED, **HARMLESS, **FAULTS}[name]

@@ -111,8 +111,11 @@ def test_every_entry_says_what_a_reader_needs():
         assert Case.parse(fault.invisible).path == "handwritten"
         assert fault.caught_by, fault.name
     assert not faults.FAULTS.keys() & faults.HARMLESS.keys()
-    assert faults.describe().keys() == faults.FAULTS.keys()
-    assert faults.describe()["copied_tie"] == "class 1: the head's weight is a copy after sharding"
+    assert faults.fault_of("copied_tie").meaning == "the head's weight is a copy after sharding"
+    assert faults.fault_of("graded_lookup_1e-01").bug_class == 5
+    assert faults.fault_of("reversed_sums").bug_class == 0
+    with pytest.raises(KeyError):
+        faults.fault_of("gremlin")
 
 
 def test_every_oracle_has_a_fault_that_it_must_catch():

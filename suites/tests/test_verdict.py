@@ -179,6 +179,20 @@ def test_a_run_that_diverges_as_the_unsharded_one_does_is_no_bug_and_no_green(ru
     assert "not finite" in found.evidence
 
 
+def test_a_broken_tie_is_a_bug_even_where_the_reference_fails(run_jobs, monkeypatch):
+    fault = FAULTS["copied_tie"]
+    ranks = run_jobs([(fault.case, fault.name)])[0]
+
+    def broken(*args, **options):
+        raise MemoryError("no room for the reference")
+
+    monkeypatch.setattr(reference, "evaluate", broken)
+    found = judge(Case.parse(fault.case), ranks)
+    assert found.verdict == "bug"
+    assert found.evidence.startswith("tie broken")
+    assert "the reference failed" in found.evidence
+
+
 def test_every_tensor_says_what_it_would_have_seen(runs):
     found = judge(CASE, runs[CASE])
     names = {m.name for m in found.measured if m.oracle == "gradient"}
