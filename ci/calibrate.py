@@ -25,6 +25,7 @@ import torch
 
 from ci import plans, records, supervisor
 from ci.display import duration
+from ci.judge import observations
 from ci.ranks import Settings
 from ci.records import LogError, Record
 from ci.supervisor import Plan, Session
@@ -52,23 +53,25 @@ class _Session(Session):
     where: dict[str, str]
     digest: str
 
+    def __init__(self, directory: Path, plan: Plan, settings: Settings):
+        super().__init__(directory, plan, settings=settings)
+        self.references = ReferenceCache()
+
     def run(self, case: Case, fault: str | None = None) -> Record:
         """As `Session.run`."""
         self.judged, self.worst, self.where, self.digest = None, {}, {}, ""
         return super().run(case, fault)
 
-    def _judged(self, case: Case, observations: Path, fault: str | None) -> dict[str, Any]:
-        seen = [RankObservation.load(observations / f"rank{r}.safetensors") for r in range(case.world_size)]
+    def _judged(self, case: Case, directory: Path, fault: str | None) -> dict[str, Any]:
+        seen = observations(case, directory)
         self.digest = calibration.digest(seen)
-        self._references = self._references or ReferenceCache()
 
         def again(rung: Case) -> list[RankObservation]:
-            return self._again(rung, observations / f"at {rung.dtype} seed {rung.seed}", fault)
+            return observations(rung, self._again(rung, directory / f"at {rung.dtype} seed {rung.seed}", fault))
 
-        with supervisor.one_thread():
-            self.judged = conclude(case, seen, self._references, again)
-            with contextlib.suppress(ReferenceFailed, ObservationError):  # said by the oracles
-                self.worst, self.where = calibration.measure(Evidence(case, seen, self._references))
+        self.judged = conclude(case, seen, self.references, again)
+        with contextlib.suppress(ReferenceFailed, ObservationError):  # said by the oracles
+            self.worst, self.where = calibration.measure(Evidence(case, seen, self.references))
         return {"status": "finished", "verdict": self.judged.verdict, "evidence": self.judged.evidence}
 
 
@@ -139,7 +142,8 @@ def run(
         number = 1 + sum(1 for _ in directory.glob("ranks*"))
         cases = tuple(dict.fromkeys(Case.parse(job.case) for job in todo))
         version = supervisor.version()
-        session = _Session(directory / f"ranks{number}", Plan("calibration", cases), settings=settings)
+        session = _Session(directory / f"ranks{number}", Plan("calibration", cases), settings)
+        torch.set_num_threads(1)  # the same sums on every machine, and no threads that wait for busy cores
         with open(directory / RUNS, "ab", buffering=0) as rows, session:
             for job in todo:
                 record = session.run(Case.parse(job.case), job.change or None)

@@ -65,7 +65,7 @@ class Failed(Message, frozen=True, tag="failed"):
         refusal: the exception is a deliberate NotImplementedError or ValueError (see `ci.worker.is_refusal`).
         traceback: the whole traceback.
         lifecycle: of a case, the model's events up to then: event, same object, same storage
-        (`suites.observe.Lifecycle`).
+        (`suites.lifecycle.Lifecycle`).
     """
 
     phase: str
@@ -144,8 +144,9 @@ class Channel(Generic[T]):
 
     def __init__(self, connection: socket.socket, kind: Any):
         self.connection = connection
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(kind)
         self._encoder = msgspec.json.Encoder()
         self._rest = b""

@@ -61,8 +61,9 @@ class FlatFormat(str, Enum):
 
 
 class Launcher(str, Enum):
-    """Who starts the ranks."""
+    """Where the ranks come from."""
 
+    fork = "fork"
     spawn = "spawn"
     torchrun = "torchrun"
     external = "external"
@@ -248,7 +249,7 @@ def run(  # noqa: PLR0917 - each is an option, given by name on the command line
             help="Run directory; must be empty (default: runs/<time>-<plan>).", metavar="DIRECTORY", callback=_given
         ),
     ] = None,
-    launcher: Annotated[Launcher, typer.Option(help="Who starts the ranks.")] = Launcher.spawn,
+    launcher: Annotated[Launcher, typer.Option(help="Where the ranks come from.")] = Launcher.fork,
     host: Annotated[
         str, typer.Option(help="Address that ranks connect to; for ranks on other machines.", callback=_given)
     ] = "127.0.0.1",

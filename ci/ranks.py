@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -27,8 +27,9 @@ from typing import Literal
 import psutil
 
 from ci import channel as ch
+from ci.forkserver import Child, ForkServer
 
-Launcher = Literal["spawn", "torchrun", "external"]
+Launcher = Literal["fork", "spawn", "torchrun", "external"]
 
 GRACE = 5.0  # seconds that the other ranks have to answer once one has failed
 EXIT_WAIT = 5.0  # seconds to wait for the exit code of a rank that closed its connection
@@ -66,11 +67,13 @@ class Settings:
         patch: source and file name of the user's patch.
         host: address to listen on and to be reached at.
         device: "auto" or "cpu".
-        case_limit, startup_limit: seconds, above 0 and at most `LONGEST`.
+        launcher: "fork" from a process that has imported everything (not for CUDA: there it means "spawn"), "spawn"
+            fresh processes, "torchrun" on this machine, "external": by hand, anywhere.
+        case_limit, startup_limit, judge_limit: seconds, above 0 and at most `LONGEST`.
         keep_observations: keep what the ranks saw of green cases too.
     """
 
-    launcher: Launcher = "spawn"
+    launcher: Launcher = "fork"
     target: Path | None = None
     build: tuple[str, str] | None = None
     patch: tuple[str, str] | None = None
@@ -78,6 +81,7 @@ class Settings:
     device: str = "auto"
     case_limit: float = 60.0
     startup_limit: float = 300.0
+    judge_limit: float = 300.0
     keep_observations: bool = False
     say: Callable[[str], None] = field(default=print, compare=False)
 
@@ -87,7 +91,7 @@ class Settings:
         Raises:
             ValueError: a limit is no number of seconds.
         """
-        for name in ("case_limit", "startup_limit"):
+        for name in ("case_limit", "startup_limit", "judge_limit"):
             check_seconds(name, getattr(self, name))
 
 
@@ -171,7 +175,7 @@ class Rank:
     """One rank as the supervisor knows it."""
 
     number: int
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | Child | None = None
     channel: ch.Channel[ch.Event] | None = None
     hello: ch.Hello | None = None
     phase: str = "has not started"
@@ -205,6 +209,7 @@ class RankSet:
     Args:
         directory: run directory; logs go to ``logs/<name>-rank<r>.log`` in it.
         listener: where the ranks connect, as `listen` makes it; this set closes it.
+        servers: fork servers, one a machine, that the ranks are spread over in blocks; none: they come in another way.
 
     Raises:
         OSError: the directory cannot be written; so does `launch`.
@@ -217,7 +222,10 @@ class RankSet:
         settings: Settings,
         directory: Path,
         listener: socket.socket,
+        *,
+        servers: Sequence[ForkServer] = (),
     ):
+        self.servers = servers
         self.name, self.world_size, self.settings = name, world_size, settings
         self.directory = directory.resolve()
         self.ranks = [Rank(number) for number in range(world_size)]
@@ -247,11 +255,14 @@ class RankSet:
     def launch(self) -> None:
         """Start the processes (or say how to) and return at once."""
         command, extra = worker_command()
-        environment = {k: v for k, v in os.environ.items() if k not in _FOREIGN} | extra
+        environment = clean_environment() | extra
         environment |= {ch.CONTROL: self.address, ch.TOKEN: self._token, "OMP_NUM_THREADS": "1"}
         if self.settings.host.startswith("127."):
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        if self.settings.launcher == "spawn":
+        if self.servers:
+            self._fork(environment)
+            return
+        if self.settings.launcher in ("fork", "spawn"):
             environment |= {
                 "WORLD_SIZE": str(self.world_size),
                 "LOCAL_WORLD_SIZE": str(self.world_size),
@@ -275,6 +286,17 @@ class RankSet:
             f"waiting for {self.world_size} ranks; start them with torchrun (here on one machine; on several ones add "
             f"its --nnodes and --rdzv-endpoint):\n  {variables} {shlex.join(full)}"
         )
+
+    def _fork(self, environment: dict[str, str]) -> None:
+        """Fork the ranks, in blocks of neighbours over the machines."""
+        most = -(-self.world_size // len(self.servers))
+        environment |= {"WORLD_SIZE": str(self.world_size), "MASTER_ADDR": self.settings.host, "DS_ACCELERATOR": "cpu"}
+        for rank in self.ranks:
+            node, local = divmod(rank.number, most)
+            size = min(most, self.world_size - node * most)
+            own = {"RANK": str(rank.number), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(size)}
+            log = self.log(f"rank{rank.number}")
+            rank.process = self.servers[node].fork("rank", environment | own, log, self.directory)
 
     def _popen(self, command: list[str], environment: dict[str, str], who: str) -> subprocess.Popen[bytes]:
         with open(self.log(who), "ab") as log:
@@ -381,10 +403,25 @@ class RankSet:
             self._poll(max(wait, 0.0))
         return self._outcome(begin, timed_out=False)
 
+    @contextlib.contextmanager
+    def attending(self, connection: socket.socket | None, hear: Callable[[], None]) -> Iterator[None]:
+        """While this set is waited for, call `hear` whenever another connection has something to say."""
+        if connection is None:
+            yield
+            return
+        self._selector.register(connection, selectors.EVENT_READ, hear)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(KeyError, ValueError, RuntimeError):  # closed in the meantime
+                self._selector.unregister(connection)
+
     def _poll(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 self._accept()
+            elif not isinstance(key.data, Rank):
+                key.data()
             else:
                 self._read(key.data)
 
@@ -528,6 +565,9 @@ class RankSet:
         self.alive = False
         pids = self._pids() if self._launcher else set()
         for process in self._processes():
+            if isinstance(process, Child):
+                process.kill_group()
+                continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # also after the leader's end: its children may live on
         for pid in pids:
@@ -541,8 +581,10 @@ class RankSet:
         for process in self._processes():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10.0)
+            if isinstance(process, Child):
+                process.release()
 
-    def _processes(self) -> Iterator[subprocess.Popen[bytes]]:
+    def _processes(self) -> Iterator[subprocess.Popen[bytes] | Child]:
         yield from (r.process for r in self.ranks if r.process)
         if self._launcher:
             yield self._launcher
@@ -554,6 +596,11 @@ _FOREIGN = {
 }  # fmt: skip
 
 
+def clean_environment() -> dict[str, str]:
+    """This process's environment without what an outer launcher, or an outer tiebench, said of its own ranks."""
+    return {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+
+
 def listen(host: str, world_size: int) -> socket.socket:
     """A free port that ranks can connect to.
 
@@ -563,9 +610,14 @@ def listen(host: str, world_size: int) -> socket.socket:
     return socket.create_server((host, 0), backlog=4 * world_size)
 
 
-@functools.cache
 def worker_command() -> tuple[list[str], dict[str, str]]:
-    """Command that starts a worker of this very tiebench, and the environment variables it needs.
+    """Command that starts a worker of this very tiebench, and the environment variables it needs."""
+    return module_command("ci.worker")
+
+
+@functools.cache
+def module_command(module: str) -> tuple[list[str], dict[str, str]]:
+    """Command that starts a module of this very tiebench, and the environment variables it needs.
 
     Isolated (``-I``: neither the working directory nor PYTHONPATH shadow a module) when that finds this package.
     """
@@ -573,10 +625,10 @@ def worker_command() -> tuple[list[str], dict[str, str]]:
     probe = [sys.executable, "-I", "-c", "import ci, os; print(os.path.dirname(os.path.realpath(ci.__file__)))"]
     found = subprocess.run(probe, capture_output=True, text=True, check=False).stdout.strip()
     if found == str(here):
-        return [sys.executable, "-I", "-m", "ci.worker"], {}
+        return [sys.executable, "-I", "-m", module], {}
     inherited = [os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     search = os.pathsep.join(dict.fromkeys([str(here.parent), *inherited]))
-    return [sys.executable, "-m", "ci.worker"], {"PYTHONPATH": search, "PYTHONSAFEPATH": "1"}
+    return [sys.executable, "-m", module], {"PYTHONPATH": search, "PYTHONSAFEPATH": "1"}
 
 
 def ended(code: int | None) -> str:

@@ -8,49 +8,60 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import hashlib
 import importlib.metadata
 import json
-import math
 import os
 import re
 import shlex
 import shutil
 import signal
-import statistics
 import subprocess
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from ci import channel as ch
-from ci import records, schedule
-from ci.ranks import Outcome, RankSet, Settings, check_seconds, check_writable, is_secondary, listen
+from ci import forkserver, records, schedule
+from ci.forkserver import ForkServer, ServerGone
+from ci.judge import Judge, JudgeGone, Process, TooSlow
+from ci.ranks import (
+    Outcome,
+    RankSet,
+    Settings,
+    check_seconds,
+    check_writable,
+    clean_environment,
+    is_secondary,
+    listen,
+    module_command,
+)
 from ci.records import EndRow, FinalRow, LogError, Record, RecordLog, Run, RunRow, StartedRow
 from suites import bug_classes
 from suites.cases import Case
+from suites.lifecycle import Lifecycle, broken_tie
+from suites.runs import RunFailed
 
 if TYPE_CHECKING:
     from ci.targets import Target
-    from suites.observe import RankObservation
-    from suites.reference import ReferenceCache
 
 OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 KEEP_RANKS = 8  # idle ranks that may stay alive beside the set in use, in all
 KEEP_OBSERVATIONS = 512 * 2**20  # bytes of observations of flagged cases to keep in a run directory
 EVIDENCE_LIMIT = 900
+VERDICT_GRACE = 5.0  # seconds that an interrupted run gives the judge
+FEW_STEPS = 6  # with fewer than seven steps, the first of which warms up, reports compare no step times
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PACKAGE = {"handwritten": "torch"}  # path -> the package that is under test; else it is called like the path
 
-_RowType = TypeVar("_RowType", bound=records.Row)
 OnRecord = Callable[[Record], None]
 
 
@@ -172,6 +183,26 @@ class Plan:
         return settings.startup_limit + max(1, len(self.cases)) * (settings.startup_limit + settings.case_limit)
 
 
+@dataclass(eq=False)
+class Flight:
+    """A case between its `started` row and its final one.
+
+    Args:
+        base: fields of its record that were known before it ran; result: those that its ranks, and the judge, gave.
+        observations: where its ranks saved what they saw; None once nothing is left to be judged.
+        begin: on the monotonic clock; seconds: that its ranks took, start-up included.
+    """
+
+    case: Case
+    fault: str | None
+    base: dict[str, Any]
+    directory: Path
+    begin: float
+    seconds: float = 0.0
+    result: dict[str, Any] = field(default_factory=dict)
+    observations: Path | None = None
+
+
 class Session:
     """Runs cases one by one, each to a record on disk. A context manager: its end stops ranks and closes the log.
 
@@ -179,6 +210,7 @@ class Session:
         directory: run directory; made, must be empty.
         plan: what is to be run; cases outside of it may be run too, but such a run is not green.
         on_record: called with every record once it is on disk.
+        server: a fork server that is up, which the session uses and does not end; None: one of its own.
 
     Raises:
         LogError: the directory cannot be used (nothing was started then).
@@ -191,6 +223,8 @@ class Session:
         subject: Subject = INSTALLED,
         settings: Settings = DEFAULTS,
         on_record: OnRecord | None = None,
+        *,
+        server: ForkServer | None = None,
     ):
         self.directory, self.plan, self.subject = Path(directory), plan, subject
         patch = (subject.patch.source, str(subject.patch.path)) if subject.patch else None
@@ -208,13 +242,16 @@ class Session:
         self.sets: dict[int, RankSet] = {}
         self.fingerprint: str | None = None
         self.records: list[Record] = []
+        self.flights: list[Flight] = []
+        self.judge = Judge(self._launch_judge)
         self._count = 0
         self._started_sets = 0
         self._closed = False
-        self._references: ReferenceCache | None = None
         self._attempts: dict[str, int] = {}
-        paths = sorted(dict.fromkeys(case.path for case in plan.cases), key=lambda path: path in PACKAGE)
-        targets = {path: subject.target(path) for path in paths}  # a framework's own path first
+        self._in_judgement: Path | None = None  # observations that the judge has at this moment
+        self._given, self._own = server, list[ForkServer]()
+        self._paths = tuple(sorted(dict.fromkeys(case.path for case in plan.cases), key=lambda path: path in PACKAGE))
+        targets = {path: subject.target(path) for path in self._paths}  # a framework's own path first
         self._log = RecordLog(
             self.directory,
             RunRow(
@@ -255,6 +292,13 @@ class Session:
         """Seconds left of the plan's budget."""
         return self.begin + self.budget - time.monotonic()
 
+    def overlaps(self, case: Case) -> bool:
+        """Whether this case may be judged while the next one runs.
+
+        Not where a core would be missing and step times be spoilt that somebody may compare.
+        """
+        return cores() > case.world_size or case.steps <= FEW_STEPS
+
     def needs_start(self, case: Case) -> bool:
         """Whether a set of ranks has to be started for this case."""
         return case.world_size not in self.sets
@@ -265,44 +309,87 @@ class Session:
         Raises:
             SetupError: the run cannot go on (patch, disk); LogError: a row cannot be written.
         """
+        return self.settle(self.train(case, fault))
+
+    def train(self, case: Case, fault: str | None = None) -> Flight:
+        """The first half of `run`: everything that needs the ranks for the first time. `settle` must follow.
+
+        Raises:
+            SetupError, LogError: as `run`.
+        """
         self._count += 1
         attempt = self._attempts[case.id] = self._attempts.get(case.id, 0) + 1
         fault = fault or self.subject.fault
         base = self._base(case, attempt, fault)
         self._log.append(StartedRow(case=case.id, attempt=attempt, started_at=str(base["started_at"])))
         observations = self.directory / "observations" / f"{self._count:04d}"
-        begin = time.monotonic()
+        flight = Flight(case, fault, base, observations, time.monotonic())
+        self.flights.append(flight)
+        with self._failing(flight):
+            flight.result = self._attempt(flight)
+        flight.seconds = time.monotonic() - flight.begin
+        return flight
+
+    def settle(self, flight: Flight) -> Record:
+        """The second half of `run`: judge what the ranks saw, write the record.
+
+        Raises:
+            SetupError, LogError: as `run`.
+        """
+        if flight.observations:
+            begin = time.monotonic()
+            with self._failing(flight):
+                flight.result |= self._judged(flight.case, flight.observations, flight.fault)
+            flight.result.setdefault("judge_seconds", time.monotonic() - begin)
+        result = flight.result
+        startup = result.get("startup_seconds", 0.0)
+        result.setdefault("wall_seconds", flight.seconds - startup + (result.get("judge_seconds") or 0.0))
+        flight.base["environment"] = self.fingerprint
+        record = _annotated(Record(**{**flight.base, **result}))
+        broke = flight.case.world_size not in self.sets
+        self.forecast.add(flight.case, record.wall_seconds or 0.0, record.startup_seconds or 0.0, broke=broke)
+        self._tidy(flight.directory, record)
+        self.flights.remove(flight)
+        self._final(record)
+        return record
+
+    @contextlib.contextmanager
+    def _failing(self, flight: Flight) -> Iterator[None]:
+        """A fault of this program costs one case, not the run; whatever else is raised leaves a record of all cases."""
         try:
-            result = self._attempt(case, observations, fault)
+            yield
         except (SetupError, LogError) as error:
-            self._kill_all()
-            with contextlib.suppress(LogError):
-                self._final(Record(**base, status="lost", evidence=f"the run was stopped: {error}"))
+            self._abandon(f"the run was stopped: {error}")
             raise
         except (Interrupted, KeyboardInterrupt):
-            phases = self._places(case)
-            self._kill_all()
-            seconds = time.monotonic() - begin
-            text = f"interrupted after {seconds:.1f} s; {phases}"
-            self._final(Record(**base, status="lost", evidence=text, wall_seconds=seconds))
+            self._abandon("interrupted")
             raise
-        except Exception as error:  # noqa: BLE001 - a fault of this program must cost one case, not the run
+        except Exception as error:  # noqa: BLE001 - see above
             self._kill_all()
-            evidence = f"tiebench itself failed: {type(error).__name__}: {error}"[:EVIDENCE_LIMIT]
-            result = {
+            text = str(error).partition("\nTraceback")[0]
+            evidence = f"tiebench itself failed: {text or type(error).__name__}"[:EVIDENCE_LIMIT]
+            flight.observations = None
+            flight.result |= {
                 "status": "finished",
                 "verdict": "crash",
                 "evidence": evidence,
                 "stacks": traceback.format_exc()[-12000:],
             }
-        base["environment"] = self.fingerprint
-        result.setdefault("wall_seconds", time.monotonic() - begin - result.get("startup_seconds", 0.0))
-        record = _annotated(Record(**{**base, **result}))
-        broke = case.world_size not in self.sets
-        self.forecast.add(case, record.wall_seconds or 0.0, record.startup_seconds or 0.0, broke=broke)
-        self._tidy(observations, record)
-        self._final(record)
-        return record
+
+    def _abandon(self, why: str) -> None:
+        """Write a record of every case that has none; the ranks are ended.
+
+        A verdict that is about to come is waited for: it is the result of a case that has run.
+        """
+        self._await_verdict()
+        places = {id(flight): self._places(flight) for flight in self.flights}
+        self._kill_all()
+        for flight in [*self.flights]:
+            self.flights.remove(flight)
+            seconds = flight.seconds or time.monotonic() - flight.begin
+            text = f"{why} after {seconds:.1f} s; {places[id(flight)]}"
+            with contextlib.suppress(LogError):
+                self._final(Record(**flight.base, status="lost", evidence=text, wall_seconds=seconds))
 
     def skip(self, case: Case, status: Literal["not_run", "skipped"], reason: str) -> Record:
         """Write the record of a case that is not run, and why."""
@@ -326,7 +413,10 @@ class Session:
         self._closed = True
         if reason in ("complete", "budget"):
             self.fresh()
-        self._kill_all()
+        self._abandon("the run ended")
+        self.judge.close()
+        for server in self._own:
+            server.close()
         with contextlib.suppress(LogError):  # a full disk: the rows that are there tell the rest
             self._log.append(EndRow(ended_at=now(), reason=reason, exit_code=exit_code, message=message))
         self._log.close()
@@ -348,9 +438,9 @@ class Session:
             "rerun": replace(self.subject, fault=fault).rerun(case.id),
         }
 
-    def _attempt(self, case: Case, observations: Path, fault: str | None) -> dict[str, Any]:
-        """Fields of the record that the run of a case fills."""
-        begin = time.monotonic()
+    def _attempt(self, flight: Flight) -> dict[str, Any]:
+        """Fields of the record that the ranks' run of a case fills; observations to be judged are left in `flight`."""
+        case, begin = flight.case, time.monotonic()
         limit = min(self.settings.startup_limit, self.left)
         outcome = self._ready(case, limit)
         startup = time.monotonic() - begin if outcome is not None else 0.0
@@ -363,17 +453,19 @@ class Session:
             )
         ranks = self.sets[case.world_size]
         try:
-            observations.mkdir(parents=True)
+            flight.directory.mkdir(parents=True)
         except OSError as error:
             raise self._unwritable(error) from None
         limit = min(self.settings.case_limit, self.left)
-        outcome = ranks.run(case.id, observations, fault, limit)
+        with ranks.attending(self.judge.connection if self._in_judgement else None, self._hear_judge):
+            outcome = ranks.run(case.id, flight.directory, flight.fault, limit)
         common["budget_seconds"] = limit
         if not outcome.good:
             self._drop(case.world_size)
             what = f"no result within {limit:.0f} s"
             return common | self._bad(case, outcome, what, cut=limit < self.settings.case_limit)
-        return common | self._judged(case, observations, fault)
+        flight.observations = flight.directory
+        return common
 
     def _ready(self, case: Case, limit: float) -> Outcome | None:
         """A set of ranks for the case, with its framework imported. Returns None when it was there already."""
@@ -381,22 +473,7 @@ class Session:
         outcome = None
         ranks = self.sets.get(case.world_size)
         if ranks is None:
-            self._make_room(case.world_size)
-            self._started_sets += 1
-            name = f"set{self._started_sets}"
-            try:
-                listener = listen(self.settings.host, case.world_size)
-            except OSError as error:  # no such name, or not an address of this machine
-                raise SetupError(f"--host {self.settings.host}: {error.strerror or error}") from None
-            try:
-                ranks = RankSet(name, case.world_size, self.settings, self.directory, listener)
-                self.sets[case.world_size] = ranks
-                ranks.launch()
-            except OSError as error:
-                raise self._unwritable(error) from None
-            from suites import examine  # noqa: F401, PLC0415 - imports torch, while the ranks do so too
-
-            gc.freeze()  # what was imported never becomes garbage: no need to look through it in every case
+            ranks = self._launch(case.world_size, limit)
             outcome = ranks.start(begin + limit - time.monotonic())
             self._check_patch(outcome)
             if not outcome.good:
@@ -414,6 +491,76 @@ class Session:
                 return collected
             self._save_environment(collected)
         return outcome
+
+    def _launch(self, size: int, limit: float) -> RankSet:
+        """Processes of a new set; they have yet to connect."""
+        self._make_room(size)
+        self._started_sets += 1
+        try:
+            listener = listen(self.settings.host, size)
+        except OSError as error:  # no such name, or not an address of this machine
+            raise SetupError(f"--host {self.settings.host}: {error.strerror or error}") from None
+        try:
+            servers = self._servers(limit)
+            name = f"set{self._started_sets}"
+            ranks = self.sets[size] = RankSet(name, size, self.settings, self.directory, listener, servers=servers)
+            try:
+                ranks.launch()
+            except ServerGone:  # whatever it died of, fresh processes can tell
+                self._drop_servers()
+                return self._launch(size, limit)
+        except OSError as error:
+            raise self._unwritable(error) from None
+        return ranks
+
+    def _servers(self, limit: float) -> Sequence[ForkServer]:
+        """The fork servers that ranks come from; none where ranks are started in another way."""
+        if self.settings.launcher != "fork":
+            return ()
+        if self._given:
+            return [self._given]
+        if not self._own and forkserver.may_fork(self.settings.device):
+            target = str(self.settings.target.resolve()) if self.settings.target else None
+            command, extra = module_command("ci.forkserver")
+            options = forkserver.Options(target=target, paths=self._paths)
+            (self.directory / "logs").mkdir(exist_ok=True)
+            log = self.directory.resolve() / "logs" / "forkserver.log"
+            self._own.append(ForkServer.start(command, clean_environment() | extra, options, log))
+            try:
+                if not self._own[0].wait_ready(limit):
+                    raise ServerGone("not ready")
+            except ServerGone:
+                self._drop_servers()
+        return self._own
+
+    def _drop_servers(self) -> None:
+        """No fork server from now on: ranks are started as fresh processes."""
+        for server in self._own:
+            server.close()
+        self._own, self._given = [], None
+        self.settings = replace(self.settings, launcher="spawn")
+
+    def _launch_judge(self, variables: Mapping[str, str]) -> Process:
+        """Start the judge's process."""
+        environment = clean_environment() | {"OMP_NUM_THREADS": "1", **variables}
+        logs = self.directory.resolve() / "logs"
+        logs.mkdir(exist_ok=True)
+        with contextlib.suppress(ServerGone):
+            for server in [self._given] if self._given else self._own:
+                return server.fork("judge", environment, logs / "judge.log", logs)
+        command, extra = module_command("ci.judge")
+        if threading.current_thread() is threading.main_thread():
+            environment[ch.DIE_WITH_PARENT] = str(os.getpid())
+        with open(logs / "judge.log", "ab") as stream:
+            return subprocess.Popen(
+                command,
+                env=environment | extra,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=logs,
+            )
 
     def _check_patch(self, outcome: Outcome) -> None:
         for failed in outcome.failures.values():
@@ -433,17 +580,59 @@ class Session:
         data = json.dumps(found, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
         records.write_whole(self.directory / records.ENVIRONMENT, data)
 
-    def _again(
-        self, case: Case, observations: Path, fault: str | None, trace: int | None = None
-    ) -> list[RankObservation]:
-        """Run one more case on the same ranks, for a verdict that needs it.
+    def start_judging(self, flight: Flight) -> None:
+        """Have a case judged in the background, if there is anything to judge; `settle` waits for the verdict."""
+        if flight.observations and not self._in_judgement:
+            with self._failing(flight):
+                self.judge.start(flight.case, flight.observations)
+                self._in_judgement = flight.observations
+
+    def _hear_judge(self) -> None:
+        """Write the record of a case whose verdict came while the next one runs."""
+        if self._in_judgement and self.judge.ready():
+            self.settle(next(f for f in self.flights if f.observations == self._in_judgement))
+
+    def _await_verdict(self) -> None:
+        """Give the judge a moment for what it judges now, unless it needs ranks for it."""
+        deadline = time.monotonic() + VERDICT_GRACE
+        with contextlib.suppress(LogError, SetupError):
+            while self._in_judgement and self.judge.connection and not self.judge.wants_ranks:
+                if self.judge.ready():
+                    self._hear_judge()
+                elif time.monotonic() > deadline:
+                    break
+                else:
+                    time.sleep(0.01)
+
+    def _judged(self, case: Case, observations: Path, fault: str | None) -> dict[str, Any]:
+        """Verdict over the observations of a case that every rank finished."""
+
+        def again(rung: Case, trace: int | None) -> Path:
+            name = f"at {rung.dtype} seed {rung.seed}" if trace is None else f"trace of step {trace + 1}"
+            return self._again(rung, observations / name, fault, trace)
+
+        for attempt in (1, 2):  # a judge that was killed costs nothing: what it judged is on disk
+            try:
+                if self._in_judgement != observations:
+                    self.judge.start(case, observations)
+                judged = self.judge.finish(min(self.settings.judge_limit, max(self.left, 1.0)), again)
+                break
+            except TooSlow as error:
+                text = str(error) if self.left > 0 else f"the run's budget ended first ({error})"
+                return {"status": "timeout", "verdict": "inconclusive", "evidence": text}
+            except JudgeGone as error:
+                if attempt == 2:
+                    return {"status": "finished", "verdict": "inconclusive", "evidence": f"not judged: {error}"}
+            finally:
+                self._in_judgement = None
+        return {"status": "finished", **judged.fields()}
+
+    def _again(self, case: Case, observations: Path, fault: str | None, trace: int | None = None) -> Path:
+        """Run one more case on the same ranks, for a verdict that needs it; returns where its observations are.
 
         Raises:
             RunFailed: it did not end well, or there is no time or no rank left for it.
         """
-        from suites.observe import ObservationError, RankObservation  # noqa: PLC0415
-        from suites.verdict import RunFailed  # noqa: PLC0415
-
         ranks, limit = self.sets.get(case.world_size), min(self.settings.case_limit, self.left)
         if ranks is None or limit <= 0:
             raise RunFailed("no ranks are left" if ranks is None else "no time is left")
@@ -455,63 +644,7 @@ class Session:
         if not outcome.good:
             self._drop(case.world_size)
             raise RunFailed(_cause(outcome) if outcome.failures or outcome.deaths else outcome.places())
-        try:
-            return [RankObservation.load(observations / f"rank{r}.safetensors") for r in range(case.world_size)]
-        except ObservationError as error:
-            raise RunFailed(str(error)) from None
-
-    def _judged(self, case: Case, observations: Path, fault: str | None) -> dict[str, Any]:
-        """Judge the observations of a case that every rank finished."""
-        from suites.examine import examine  # noqa: PLC0415
-        from suites.observe import RankObservation  # noqa: PLC0415
-        from suites.reference import ReferenceCache  # noqa: PLC0415
-
-        def again(case: Case, trace: int | None = None) -> list[RankObservation]:
-            name = f"at {case.dtype} seed {case.seed}" if trace is None else f"trace of step {trace + 1}"
-            return self._again(case, observations / name, fault, trace)
-
-        begin = time.monotonic()
-        seen = [RankObservation.load(observations / f"rank{r}.safetensors") for r in range(case.world_size)]
-        if self._references is None:
-            self._references = ReferenceCache()
-        with one_thread():  # the same sums on every machine, and no threads that wait for busy cores
-            examined = examine(case, seen, self._references, again)
-        judged, diagnosis = examined.judgement, examined.diagnosis
-        seconds = [max(steps) for steps in zip(*([s.seconds for s in r.steps] for r in seen), strict=True)]
-        median = statistics.median(seconds[1:])
-        return {
-            "status": "finished",
-            "verdict": judged.verdict,
-            "oracle": ", ".join(dict.fromkeys(f.oracle for f in judged.findings if f.flagged)) or None,
-            "evidence": judged.evidence,
-            "findings": tuple(
-                records.Finding(
-                    oracle=f.oracle,
-                    flagged=f.flagged,
-                    evidence=f.evidence,
-                    error=f.error,
-                    limit=f.limit,
-                    unit=f.unit,
-                    step=f.step,
-                )
-                for f in judged.findings
-            ),
-            "error": judged.error,
-            "limit": judged.limit,
-            "headroom": judged.headroom,
-            "error_of": judged.error_of,
-            "seconds_per_step": median,
-            "step_seconds": tuple(seconds),
-            "tokens_per_second": case.tokens_per_step / median,
-            "peak_memory_bytes": max(r.peak_memory_bytes for r in seen),
-            "measured": tuple(_plain(records.Measured, row) for row in judged.measured),
-            "escalation": tuple(_plain(records.Rung, rung) for rung in judged.rungs),
-            "diagnosis": diagnosis.sentence if diagnosis else "",
-            "guesses": tuple(_plain(records.Guess, guess) for guess in diagnosis.guesses) if diagnosis else (),
-            "dormant": tuple(_plain(records.Dormant, found) for found in examined.dormant),
-            "judge_seconds": (judging := time.monotonic() - begin),
-            "verdict_seconds": judging + max(r.observing_seconds for r in seen),
-        }
+        return observations
 
     def _bad(self, case: Case, outcome: Outcome, what: str, *, cut: bool) -> dict[str, Any]:
         """Verdict over ranks that did not all do what they were told; `cut`: the limit was the rest of the budget."""
@@ -548,8 +681,10 @@ class Session:
     def _unwritable(self, error: OSError) -> SetupError:
         return SetupError(f"cannot write to {self.directory}: {error.strerror or error}")
 
-    def _places(self, case: Case) -> str:
-        ranks = self.sets.get(case.world_size)
+    def _places(self, flight: Flight) -> str:
+        if flight.observations:
+            return "its ranks had finished, and it was being judged"
+        ranks = self.sets.get(flight.case.world_size)
         return "; ".join(f"rank {r.number} {r.place}" for r in ranks.ranks) if ranks else "no ranks were up"
 
     # House-keeping
@@ -569,6 +704,9 @@ class Session:
     def _kill_all(self) -> None:
         for size in list(self.sets):
             self._drop(size)
+        if self._in_judgement:  # it may wait for ranks that are gone
+            self.judge.close()
+            self._in_judgement = None
 
     def _tidy(self, observations: Path, record: Record) -> None:
         """Keep the observations of cases that are not green, while there is room for them."""
@@ -634,6 +772,7 @@ def run(
 def _loop(session: Session, todo: list[Case], on_start: Callable[[Case, int, float | None], None] | None) -> bool:
     """Run what is to do, in order; True when the budget was too short. `todo` shrinks as cases get their records."""
     total = len(todo)
+    behind: Flight | None = None  # judged while the next case runs
     try:
         while todo:
             case = todo[0]
@@ -643,6 +782,8 @@ def _loop(session: Session, todo: list[Case], on_start: Callable[[Case, int, flo
                     f"budget of {session.budget:.0f} s: {max(session.left, 0):.1f} s left, "
                     f"this case needs about {needed:.1f} s"
                 )
+                if behind in session.flights:
+                    session.settle(behind)
                 _skip_all(session, todo, reason)
                 return True
             if on_start:
@@ -650,7 +791,15 @@ def _loop(session: Session, todo: list[Case], on_start: Callable[[Case, int, flo
                 rest = session.forecast.all(todo[1:], up) if session.forecast.cases else None
                 on_start(case, total - len(todo) + 1, rest)
             todo.pop(0)
-            session.run(case)
+            flight = session.train(case)
+            if behind in session.flights:
+                session.settle(behind)
+            session.start_judging(flight)
+            behind = flight
+            if not flight.observations or not session.overlaps(flight.case):
+                session.settle(flight)
+        if behind in session.flights:
+            session.settle(behind)
     except (Interrupted, KeyboardInterrupt):
         _skip_all(session, todo, "interrupted before this case began")
         raise
@@ -695,17 +844,9 @@ def interruptible(*, restore: bool = True) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread in this process until the block ends."""
-    import torch  # noqa: PLC0415
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def now() -> str:
@@ -731,20 +872,11 @@ def version() -> str:
     return number
 
 
-def _plain(kind: type[_RowType], found: Any) -> _RowType:
-    """A row of the record from a dataclass of the same fields; numbers that are not finite become None."""
-    values = {name: getattr(found, name) for name in kind.__struct_fields__}
-    return kind(**{n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()})
-
-
 def _broken_tie(case: Case, outcome: Outcome) -> records.Finding | None:
     """The tie that was broken before the ranks crashed: the crash is its consequence, or hides it."""
-    from suites.observe import Lifecycle  # noqa: PLC0415
-    from suites.oracles import broken_tie  # noqa: PLC0415
-
     for rank, failed in sorted(outcome.failures.items()):
         if found := broken_tie(case, rank, [Lifecycle(*event) for event in failed.lifecycle]):
-            return records.Finding(oracle=found.oracle, flagged=True, evidence=found.evidence)
+            return records.Finding(oracle="tie", flagged=True, evidence=found)
     return None
 
 

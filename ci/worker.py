@@ -30,7 +30,7 @@ from ci import channel as ch
 if TYPE_CHECKING:
     import torch
 
-    from suites.observe import Lifecycle
+    from suites.lifecycle import Lifecycle
 
 PROJECT = Path(__file__).resolve().parent.parent
 LOST_SUPERVISOR = 75  # exit code of a rank whose supervisor is gone

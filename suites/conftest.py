@@ -6,12 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from ci import schedule, targets
 from ci.plans import PLANS
 from ci.supervisor import Plan, Session, Subject
 from reports.write import write_report
 from suites.cases import Case
+
+# Tests here fork ranks from this process. OpenMP's threads do not survive a fork: a rank that asks for some waits for
+# ever in libgomp. With one thread from the beginning on there are none.
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from suites.cases import Case
 from suites.diagnosis import Diagnosis, diagnose
@@ -18,23 +17,12 @@ from suites.dormant import Dormant, dormant
 from suites.evidence import Evidence
 from suites.observe import ObservationError, RankObservation
 from suites.reference import ReferenceCache
+from suites.runs import Again, RunFailed
 from suites.trace import Boundary, first_boundary
-from suites.verdict import BUG, EXACT, PRECISION, ROUNDING, Judgement, RunFailed, conclude
+from suites.verdict import BUG, EXACT, PRECISION, ROUNDING, Judgement, conclude
 
 PRECISION_LOST = 28  # the class of bugs that `bug: precision` is
 TRACEABLE = ("logits", "loss", "gradient", "gradient_norm", "replicas")  # oracles whose step a trace can show
-
-
-class Again(Protocol):
-    """Runs a case the way the examined one was run: same ranks, target, patch and fault."""
-
-    def __call__(self, case: Case, trace: int | None = None) -> Sequence[RankObservation]:
-        """Observations of the case; with `trace`, of that step (from 0) every module's output and its gradient.
-
-        Raises:
-            RunFailed: it did not end well.
-        """
-        ...
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from suites.lifecycle import Lifecycle
+
 
 class ObservationError(Exception):
     """The ranks' pieces do not make up the full tensors: something is missing, doubled or of the wrong shape."""
@@ -46,20 +48,6 @@ class Piece:
     def part(cls, flat: Tensor, start: int, local_shape: Sequence[int]) -> Piece:
         """Piece that holds a flat partition of a rank's local shard (copied to CPU)."""
         return cls(flat.detach().to("cpu", copy=True).contiguous().reshape(-1), start, tuple(local_shape))
-
-
-@dataclass(frozen=True)
-class Lifecycle:
-    """Aliases after one event of a model's life ("constructed", "loaded", "sharded", "step 1", …).
-
-    Args:
-        same_object: the embedding's and the head's weight are one `Parameter` object.
-        same_storage: they start at the same address of one storage, with the same shape.
-    """
-
-    event: str
-    same_object: bool
-    same_storage: bool
 
 
 @dataclass(frozen=True)

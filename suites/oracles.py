@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from suites import layouts
-from suites.cases import Case
 from suites.evidence import Evidence, grid_of
+from suites.lifecycle import broken_tie
 from suites.limits import BLIND, BLIND_LOW
 from suites.model import EMBEDDING, HEAD, initial_weights, parameter_shapes, trainable
 from suites.numerics import LIMITS, Deviation
-from suites.observe import Assembled, Lifecycle, bitwise_equal
+from suites.observe import Assembled, bitwise_equal
 from suites.precision import AUTOCAST, LOW, MATMUL, master_dtype, measured_matmul
 from suites.reference import Evaluation
 
@@ -87,7 +87,7 @@ def tie(e: Evidence) -> Finding:
         if missing := {"sharded", f"step {e.case.steps}"} - seen:
             return Finding("tie", True, f"rank {rank.rank} never reported {', '.join(sorted(missing))}")
         if found := broken_tie(e.case, rank.rank, rank.lifecycle):
-            return found
+            return Finding("tie", True, found)
     for step in range(e.case.steps if e.case.tied else 0):
         embedding, head = (e.weights[step].get(name) for name in (EMBEDDING, HEAD))
         if embedding and head and not bitwise_equal(embedding.value, head.value):
@@ -96,24 +96,6 @@ def tie(e: Evidence) -> Finding:
             return Finding("tie", True, text)
     kind = "one weight" if e.case.tied else "two weights"
     return Finding("tie", False, f"{kind} at all {len(next(iter(e.ranks.values())).lifecycle)} events on every rank")
-
-
-def broken_tie(case: Case, rank: int, lifecycle: Sequence[Lifecycle]) -> Finding | None:
-    """What is wrong with the tie in one rank's events, which end early where the rank crashed; None if nothing is."""
-    seen = [event.event for event in lifecycle]
-    if not case.tied:
-        shared = [event.event for event in lifecycle if event.same_object or event.same_storage]
-        text = f"untied model shares one weight after {shared[0]!r} on rank {rank}" if shared else ""
-        return Finding("tie", True, text) if shared else None
-    if "tied" not in seen:
-        never = f"the tie was never made on rank {rank}"
-        return Finding("tie", True, never) if f"step {case.steps}" in seen else None
-    last = len(seen) - 1 - seen[::-1].index("tied")
-    for event in lifecycle[last:]:
-        if not (event.same_object or event.same_storage):
-            text = f"tie broken: after {event.event!r} embedding and head are separate tensors on rank {rank}"
-            return Finding("tie", True, text)
-    return None
 
 
 def layout(e: Evidence) -> Finding:

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from suites import data, paths
 from suites.cases import Case
+from suites.lifecycle import Lifecycle
 from suites.model import EMBEDDING, HEAD, parameter_shapes
-from suites.observe import Lifecycle, Piece, RankObservation, Seen, StepObservation
+from suites.observe import Piece, RankObservation, Seen, StepObservation
 from suites.precision import multiplying, switches
 from suites.trace import Tracer
 

@@ -19,6 +19,7 @@ from suites.observe import ObservationError, RankObservation
 from suites.oracles import ORACLES, Finding, Oracle
 from suites.precision import UNIT_ROUNDOFF, arithmetic
 from suites.reference import ReferenceCache
+from suites.runs import RunFailed
 
 EXACT, ROUNDING, BUG, PRECISION, INCONCLUSIVE = "exact", "rounding", "bug", "bug: precision", "inconclusive"
 
@@ -41,10 +42,6 @@ FIRST_FEW = 3  # tensors whose error is looked at for such a pattern
 COMPARABLE = 0.02  # rounding of a lower precision must be at least this share of what such a run shows
 
 Again = Callable[[Case], Sequence[RankObservation]]
-
-
-class RunFailed(Exception):
-    """A case that was run again did not end; the message says how."""
 
 
 @dataclass(frozen=True)

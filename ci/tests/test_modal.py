@@ -88,10 +88,10 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     def replace(raising: dict[str, BaseException] | None = None) -> list[str]:
         ran: list[str] = []
 
-        def attempt(self: object, case: Case, observations: Path, fault: str | None) -> dict[str, Any]:
-            ran.append(case.id)
-            if raising and case.id in raising:
-                raise raising[case.id]
+        def attempt(self: object, flight: supervisor.Flight) -> dict[str, Any]:
+            ran.append(flight.case.id)
+            if raising and flight.case.id in raising:
+                raise raising[flight.case.id]
             return {"status": "finished", "verdict": "exact", "wall_seconds": 0.1}
 
         monkeypatch.setattr(supervisor.Session, "_attempt", attempt)
@@ -319,12 +319,11 @@ import modal_app
 from ci import records
 assert records.__file__.startswith(os.getcwd()), records.__file__
 written = records.RecordLog.append
-count = 0
+seen = []
 def append(self, row):
-    global count
     written(self, row)
-    count += isinstance(row, records.StartedRow)
-    if count == 2:
+    seen.append(type(row))
+    if seen.count(records.StartedRow) == 2 and seen.count(records.FinalRow) == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 records.RecordLog.append = append
 modal_app.run_shard.local(1, sys.argv[1])
@@ -364,18 +363,19 @@ def test_a_failing_commit_costs_nothing_and_rows_are_committed_as_they_come(no_r
     shards.begin(Store(tmp_path), RUN, night())
     said: list[str] = []
     ran = no_ranks()
-    slow = supervisor.Session.run
+    slow = supervisor.Session.settle
 
-    def run(self: supervisor.Session, case: Case) -> records.Record:
-        record = slow(self, case)
+    def settle(self: supervisor.Session, flight: supervisor.Flight) -> records.Record:
+        record = slow(self, flight)
         deadline = time.monotonic() + 60
         while not seen or seen[-1] < 1 + 2 * len(ran):  # run row, then two rows a case
-            assert time.monotonic() < deadline, f"row of {case.id} was not committed while the shard ran: {seen}"
+            assert time.monotonic() < deadline, f"row of {flight.case.id} was not committed while the shard ran: {seen}"
             time.sleep(0.01)
         return record
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervisor.Session, "run", run)
+        patch.setattr(supervisor.Session, "settle", settle)
+        patch.setattr(supervisor.Session, "overlaps", lambda self, case: False)
         shards.run_shard(Store(tmp_path, commit), RUN, 1, commit_seconds=0.01, say=said.append)
     assert len(ran) == 3
     assert seen[-1] == 8, "the last commit has the end row"

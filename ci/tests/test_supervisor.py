@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ci import plans, records, schedule, supervisor
@@ -80,15 +83,33 @@ def test_a_case_cut_off_by_the_budget_is_no_hang(session, monkeypatch):
     assert record.budget_seconds == 3.0
 
 
-def test_a_failure_of_this_program_costs_one_case(session, monkeypatch):
-    from suites import verdict
-
+def test_a_failure_of_this_program_costs_one_case(session):
     s = session()
-    with monkeypatch.context() as broken:
-        broken.setattr(verdict, "judge", lambda *a: 1 / 0)
-        record = s.run(ALONE)
+    flight = s.train(ALONE)
+    (flight.directory / "rank0.safetensors").write_bytes(b"no tensors")
+    record = s.settle(flight)
     assert (record.status, record.verdict) == ("finished", "crash")
-    assert record.evidence == "tiebench itself failed: ZeroDivisionError: division by zero"
+    assert record.evidence.startswith("tiebench itself failed: ObservationError: observation rank0.safetensors")
+    assert "Traceback" in record.stacks
+    assert s.run(ALONE).verdict in records.GREEN
+
+
+def test_a_judge_that_is_killed_costs_nothing_and_one_that_takes_too_long_is_ended(session):
+    s = session()
+    flight = s.train(ALONE)
+    s.start_judging(flight)
+    os.kill(s.judge.pid, signal.SIGKILL)
+    assert s.settle(flight).verdict in records.GREEN
+    flight = s.train(ALONE)
+    s.start_judging(flight)
+    judge = psutil.Process(s.judge.pid)
+    judge.suspend()
+    s.settings = replace(s.settings, judge_limit=0.2)
+    record = s.settle(flight)
+    assert (record.status, record.verdict) == ("timeout", "inconclusive")
+    assert record.evidence == "judging took over 0 s and was ended"
+    assert_gone([judge])
+    s.settings = replace(s.settings, judge_limit=60.0)
     assert s.run(ALONE).verdict in records.GREEN
 
 
@@ -143,7 +164,8 @@ def test_sigkill_leaves_a_readable_run_and_no_ranks(tmp_path, moment):
 
     def reached() -> bool:
         assert process.poll() is None, (tmp_path / "output").read_text()
-        return sum(row["event"] == "started" for row in rows(tmp_path / "run")) >= needed
+        events = [row["event"] for row in rows(tmp_path / "run")]
+        return events.count("started") >= needed and events.count("final") >= needed - 1
 
     wait_until(reached, moment)
     wait_until(lambda: len(family(process)) >= 1, "ranks")

@@ -6,6 +6,8 @@ name to `suites.cases.PATHS` and its unsupported factor values to the table of f
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -80,6 +82,19 @@ class Trainer(Protocol):
 
 Build = Callable[[Case, torch.device, Notice], Trainer]
 
+# Modules that a path's first cases import while they run: seconds, which every set of forked ranks would spend anew.
+LATE_IMPORTS: Mapping[str, tuple[str, ...]] = {
+    "handwritten": ("torch._dynamo",),
+    "deepspeed": (
+        "torch._dynamo",
+        "functorch.compile",
+        "torch._inductor.compile_fx",
+        "deepspeed.module_inject.auto_ep_layer",
+        "deepspeed.sequence.auto_sp",
+        "deepspeed.runtime.superoffload",
+    ),
+}
+
 
 def load(path: str) -> Build:
     """The builder of a path; its framework is imported here and not before.
@@ -96,3 +111,15 @@ def load(path: str) -> Build:
 
         return deepspeed.build
     raise ValueError(f"unknown path {path}")
+
+
+def import_early(path: str) -> None:
+    """Import what a path needs, and what its first cases would import; modules that a version lacks are left out.
+
+    Raises:
+        ImportError: the framework is not installed.
+    """
+    load(path)
+    for name in LATE_IMPORTS[path]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)

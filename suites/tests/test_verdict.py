@@ -12,7 +12,8 @@ from suites.cases import Case
 from suites.faults import FAULTS
 from suites.observe import Piece, RankObservation
 from suites.reference import ReferenceCache
-from suites.verdict import RunFailed, conclude, judge, ladder
+from suites.runs import RunFailed
+from suites.verdict import conclude, judge, ladder
 
 CASE = Case("handwritten", head="row", hidden=35)
 TENSOR = "layers.0.up_proj.weight"
