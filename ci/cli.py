@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
@@ -20,7 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ci import plans, records, schedule, supervisor
-from ci.display import Display, Printer, discard, prepare_output
+from ci.display import Display, Printer, discard, duration, prepare_output
 from ci.ranks import Settings, check_seconds
 from ci.supervisor import FAILED, OK, USAGE, Interrupted, Patch, SetupError, Subject
 from suites import cases as table
@@ -28,6 +29,7 @@ from suites.cases import Case, CaseError
 
 if TYPE_CHECKING:
     from ci.fault_plan import Row as FaultRow
+    from ci.schedule import Phases, Slot
     from suites.calibration import Result as CalibrationResult
     from suites.faults import Fault
 
@@ -206,6 +208,85 @@ def _print_explained(found: dict[str, Any]) -> None:
         console.print(f"{', '.join(rule['paths'])}: {rule['reason']}", markup=False)
     console.print("\nA case id is path:factor=value,… with what differs from the defaults, for example", style="italic")
     console.print(Case("deepspeed", tie="tied", head="row", zero=2).id, markup=False)
+
+
+# plan
+
+
+@app.command("plan")
+def plan_command(
+    name: Annotated[str, typer.Argument(help="Plan to look ahead at.", show_default=False)],
+    budget: Annotated[
+        float | None, typer.Option(help="Seconds for everything (default: the plan's).", callback=_seconds)
+    ] = None,
+    history: Annotated[
+        str | None,
+        typer.Option(help="Directory of earlier runs (default: runs).", metavar="DIRECTORY", callback=_given),
+    ] = None,
+    shard: Annotated[str | None, typer.Option(help="I/N: only the I-th of N equal parts.", callback=_given)] = None,
+    form: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
+) -> None:
+    """Say what a plan would run, in which order and why, until when, and what its budget would leave out."""
+    from ci import costs, forecast  # noqa: PLC0415
+    from ci import history as past  # noqa: PLC0415
+
+    planned = _plan(name)
+    chosen = list(planned.cases)
+    title = name
+    if shard is not None:
+        chosen = _part(chosen, shard)
+        title += f"-{shard.replace('/', 'of')}"
+        title += f" ({len(chosen)} of its {len(planned.cases)} cases)" if len(chosen) < len(planned.cases) else ""
+    if history is not None and not Path(history).is_dir():
+        fail(f"--history {history}: no such directory")
+    limit = planned.budget_seconds if budget is None else budget
+    known = past.read(Path(history or "runs"), past.machine_here())
+    cost = costs.Costs(known)
+    targets = {case.path: supervisor.INSTALLED.target(case.path) for case in chosen}
+    ordered = schedule.arrange(chosen, cost, known.past(targets))
+    slots = schedule.timetable(ordered, cost, limit)
+    ahead = forecast.of(title, chosen, known, cost, budget=limit, now=datetime.now(timezone.utc))
+    phases = schedule.phases([slot.planned.case for slot in slots if slot.runs], cost)
+    if form is Format.json:
+        found = {
+            "plan": title,
+            "budget_seconds": limit,
+            "reserve_seconds": schedule.reserve(len(slots)),
+            "phases": {**asdict(phases), "total": phases.total},
+            "history": {"runs": len(known.here), "machine": known.machine, "notes": known.notes},
+            "cases": [slot.plain() for slot in slots],
+            "forecast": ahead.plain(),
+        }
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        _print_plan(slots, phases, ahead.text, known.notes)
+
+
+def _print_plan(slots: Sequence[Slot], phases: Phases, ahead: str, notes: Sequence[str]) -> None:
+    from reports.text import clean  # noqa: PLC0415
+
+    console = Printer(highlight=False)
+    shown = Table("", "case", "expected", "pessimistic", "until", "why here", box=None, pad_edge=False)
+    for column in (0, 2, 3, 4):
+        shown.columns[column].justify = "right"
+    for number, slot in enumerate(slots, 1):
+        estimate = slot.planned.estimate
+        until = duration(slot.until) if slot.runs else "not run"
+        seconds = (f"{estimate.expected:.2f} s", f"{estimate.high:.1f} s")
+        row = (str(number), escape(slot.planned.case.id), *seconds, until, escape(slot.planned.reason))
+        shown.add_row(*row, style="" if slot.runs else "yellow")
+    console.print(shown)
+    for note in notes:
+        console.print(f"not read: {clean(note)}", markup=False, soft_wrap=True)
+    left_out = sum(not slot.runs for slot in slots)
+    parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in asdict(phases).items() if seconds)
+    console.print(
+        f"{len(slots) - left_out} of {len(slots)} cases run, until about {duration(phases.total)} ({parts}); "
+        + (f"{left_out} would be not_run (budget)" if left_out else "the budget leaves none out"),
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(ahead, markup=False, soft_wrap=True)
 
 
 # run

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ci import schedule
+from ci.forkserver import ForkServer
 from ci.ranks import Settings
 from ci.records import Record
 from ci.supervisor import FAILED, OK, Plan, Session
@@ -77,27 +78,35 @@ def run(
     directory: Path,
     settings: Settings,
     on_row: Callable[[Row], None] = lambda row: None,
+    server: ForkServer | None = None,
 ) -> list[Row]:
     """Run each fault in its case, in an order that starts few sets of ranks; the records are in `directory`.
 
     Args:
         on_row: hears of each row once its record is on disk.
+        server: as of `Session`.
 
     Raises:
         LogError, SetupError: as `Session`.
     """
     places = {case: at for at, case in enumerate(schedule.order([Case.parse(fault.case) for fault in faults]))}
     in_turn = sorted(faults, key=lambda fault: ("hang" in fault.caught_by, places[Case.parse(fault.case)]))
-    rows = []
+    rows: list[Row] = []
+
+    def on_record(record: Record) -> None:
+        if record.status != "not_run":
+            rows.append(row(fault_of(str(record.fault)), record))
+            on_row(rows[-1])
+
     plan = Plan("faults", tuple(places), budget=BUDGET)
-    with Session(directory, plan, settings=settings) as session:
+    with Session(directory, plan, settings=settings, on_record=on_record, server=server) as session:
         for fault in in_turn:
             case = Case.parse(fault.case)
             if session.left <= 0:
                 session.skip(case, "not_run", f"budget of {session.budget:.0f} s is over")
-                continue
-            rows.append(row(fault, session.run(case, fault.name)))
-            on_row(rows[-1])
+            else:
+                session.advance(case, fault.name)
+        session.catch_up()
         whole = len(rows) == len(faults) and all(found.good for found in rows)
         session.close("complete" if len(rows) == len(faults) else "budget", OK if whole else FAILED)
     return ordered(rows)

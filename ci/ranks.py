@@ -27,7 +27,9 @@ from typing import Literal
 import psutil
 
 from ci import channel as ch
+from ci import hangs
 from ci.forkserver import Child, ForkServer
+from ci.hangs import Hang
 
 Launcher = Literal["fork", "spawn", "torchrun", "external"]
 
@@ -117,6 +119,7 @@ class Outcome:
         timed_out: the limit was over before every rank had answered.
         phases: where each rank was or how it ended, for people.
         last: the phase that each rank told last.
+        hang: what was seen of ranks that did not answer in time.
         stacks: stacks of ranks that did not answer, and tracebacks of those that failed.
     """
 
@@ -128,6 +131,7 @@ class Outcome:
     phases: dict[int, str]
     stacks: str = ""
     last: Mapping[int, str] = field(default_factory=dict)
+    hang: Hang | None = None
 
     @property
     def good(self) -> bool:
@@ -232,7 +236,9 @@ class RankSet:
         self.loaded: set[str] = set()
         self.alive = True
         self.device = ""
-        self._token = secrets.token_hex(16)
+        self._token, self._mark = secrets.token_hex(16), secrets.token_hex(16)
+        self._deaths = hangs.Deaths(hangs.memory_kills())
+        self.leftovers: tuple[str, ...] = ()  # processes that outlived the set, and what became of them
         self._selector = selectors.DefaultSelector()
         self._launcher: subprocess.Popen[bytes] | None = None
         self._order: list[int] = []  # ranks in the order in which they failed
@@ -256,7 +262,7 @@ class RankSet:
         """Start the processes (or say how to) and return at once."""
         command, extra = worker_command()
         environment = clean_environment() | extra
-        environment |= {ch.CONTROL: self.address, ch.TOKEN: self._token, "OMP_NUM_THREADS": "1"}
+        environment |= {ch.CONTROL: self.address, ch.TOKEN: self._token, "OMP_NUM_THREADS": "1", hangs.MARK: self._mark}
         if self.settings.host.startswith("127."):
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if self.servers:
@@ -335,6 +341,7 @@ class RankSet:
                 ),
             )
         outcome = self._gather(begin + limit - time.monotonic())
+        self._deaths.watch(self._pids())
         if outcome.good:
             self.device = str(outcome.values[0])
         return outcome
@@ -478,19 +485,20 @@ class RankSet:
         if rank.process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = rank.process.wait(EXIT_WAIT)
-        rank.death = rank.death or ended(code)
+        rank.death = rank.death or self._deaths.ended(code)
 
     def _reap(self) -> None:
         """Notice processes that ended before they connected."""
         for rank in self.ranks:
             if rank.hello is None and rank.process and rank.process.poll() is not None:
-                rank.death = ended(rank.process.returncode)
+                rank.death = self._deaths.ended(rank.process.returncode)
             if rank.hello is None and self._launcher and self._launcher.poll() is not None:
                 rank.death = f"was not started: torchrun {ended(self._launcher.returncode)}"
 
     def _outcome(self, begin: float, *, timed_out: bool) -> Outcome:
         self._bound_logs()
-        stacks = self._stacks() if not all(r.answered for r in self.ranks) else {}
+        hang = None if all(r.answered for r in self.ranks) else self._look()
+        stacks = {**self._stacks(hang), **hang.stacks} if hang else {}
         for rank in self.ranks:
             if rank.failed:
                 stacks[rank.number] = rank.failed.traceback.strip()
@@ -506,11 +514,25 @@ class RankSet:
             phases={r.number: r.place for r in self.ranks},
             stacks="\n\n".join(f"rank {n}:\n{text}" for n, text in sorted(stacks.items()) if text),
             last={r.number: r.phase for r in self.ranks},
+            hang=hang,
         )
 
-    def _stacks(self) -> dict[int, str]:
-        """Stacks of the ranks that have not answered, by signal where they are ours, else by asking."""
-        asked = [r for r in self.ranks if not r.answered and r.hello and r.stacks]
+    def recorder(self, rank: int) -> Path:
+        """File that a rank's collectives are recorded in."""
+        return self.log(f"rank{rank}").with_suffix(".collectives")
+
+    def _look(self) -> Hang:
+        """Look at ranks that do not answer, from outside."""
+        local = self._pids()
+        where = {}
+        for rank in self.ranks:
+            pid = rank.hello.pid if rank.hello and rank.hello.pid in local else None
+            where[rank.number] = hangs.Where(pid, rank.place, rank.answered, self.recorder(rank.number))
+        return hangs.look(where)
+
+    def _stacks(self, hang: Hang) -> dict[int, str]:
+        """Stacks of ranks that could not be looked at, by signal where they are ours, else by asking."""
+        asked = [r for r in self.ranks if not r.answered and r.hello and r.stacks and r.number not in hang.stacks]
         local = self._pids()
         for rank in asked:
             if rank.hello and rank.hello.pid in local:
@@ -578,11 +600,22 @@ class RankSet:
                 rank.channel.close()
         self._selector.close()
         self._listener.close()
+        self._end_leftovers()
         for process in self._processes():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10.0)
             if isinstance(process, Child):
                 process.release()
+
+    def _end_leftovers(self) -> None:
+        """End processes that ranks have started and that moved out of their groups, on this machine."""
+        sessions = {process.pid for process in self._processes()}
+        recorders = [self.recorder(rank.number) for rank in self.ranks]
+        own = {rank.hello.pid for rank in self.ranks if rank.hello} | sessions
+        found = [one for one in hangs.leftovers(self._mark, sessions, recorders) if one.pid not in own]
+        if found:
+            alive = {one.pid for one in hangs.end(found)}
+            self.leftovers = tuple(f"{one} {'lives on' if one.pid in alive else 'was ended'}" for one in found)
 
     def _processes(self) -> Iterator[subprocess.Popen[bytes] | Child]:
         yield from (r.process for r in self.ranks if r.process)

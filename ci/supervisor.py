@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from ci import channel as ch
-from ci import forkserver, records, schedule
+from ci import costs, forkserver, history, records, schedule
 from ci.forkserver import ForkServer, ServerGone
+from ci.history import History
 from ci.judge import Judge, JudgeGone, Process, TooSlow
 from ci.ranks import (
     Outcome,
@@ -152,6 +153,7 @@ HANG = records.Guess(bug_class=27, name=bug_classes.NAMES[27], why="some ranks w
 LOST = records.Guess(bug_class=1, name=bug_classes.NAMES[1], why="embedding and head are no longer one weight")
 BY_REPLACEMENT = records.Guess(bug_class=2, name=bug_classes.NAMES[2], why="it is lost when sharded layers are put in")
 INSTALLED = Subject()
+NO_HISTORY = History()
 DEFAULTS = Settings()
 
 
@@ -210,6 +212,7 @@ class Session:
         directory: run directory; made, must be empty.
         plan: what is to be run; cases outside of it may be run too, but such a run is not green.
         on_record: called with every record once it is on disk.
+        past: what earlier runs say of the seconds that cases take.
         server: a fork server that is up, which the session uses and does not end; None: one of its own.
 
     Raises:
@@ -224,6 +227,7 @@ class Session:
         settings: Settings = DEFAULTS,
         on_record: OnRecord | None = None,
         *,
+        past: History = NO_HISTORY,
         server: ForkServer | None = None,
     ):
         self.directory, self.plan, self.subject = Path(directory), plan, subject
@@ -238,14 +242,16 @@ class Session:
         self.on_record = on_record
         self.budget = plan.seconds(self.settings)
         self.begin = time.monotonic()
-        self.forecast = schedule.Forecast()
+        self.costs = costs.Costs(past)
+        self.reserve = schedule.reserve(len(plan.cases)) if plan.budget is not None else 0.0
         self.sets: dict[int, RankSet] = {}
         self.fingerprint: str | None = None
         self.records: list[Record] = []
         self.flights: list[Flight] = []
         self.judge = Judge(self._launch_judge)
+        self.limits_from_history = bool(past.here)
         self._count = 0
-        self._started_sets = 0
+        self.started_sets = 0
         self._closed = False
         self._attempts: dict[str, int] = {}
         self._in_judgement: Path | None = None  # observations that the judge has at this moment
@@ -289,8 +295,8 @@ class Session:
 
     @property
     def left(self) -> float:
-        """Seconds left of the plan's budget."""
-        return self.begin + self.budget - time.monotonic()
+        """Seconds left of the plan's budget, without the reserve for the report."""
+        return self.begin + self.budget - self.reserve - time.monotonic()
 
     def overlaps(self, case: Case) -> bool:
         """Whether this case may be judged while the next one runs.
@@ -299,10 +305,6 @@ class Session:
         """
         return cores() > case.world_size or case.steps <= FEW_STEPS
 
-    def needs_start(self, case: Case) -> bool:
-        """Whether a set of ranks has to be started for this case."""
-        return case.world_size not in self.sets
-
     def run(self, case: Case, fault: str | None = None) -> Record:
         """Run one case to its record, with the subject's fault or with one of its own.
 
@@ -310,6 +312,25 @@ class Session:
             SetupError: the run cannot go on (patch, disk); LogError: a row cannot be written.
         """
         return self.settle(self.train(case, fault))
+
+    def advance(self, case: Case, fault: str | None = None) -> None:
+        """Run one case; its verdict may come while the next one runs. Records are told to `on_record`.
+
+        Raises:
+            SetupError, LogError: as `run`.
+        """
+        before = [*self.flights]
+        flight = self.train(case, fault)
+        self.catch_up(before)
+        self.start_judging(flight)
+        if not flight.observations or not self.overlaps(case):
+            self.settle(flight)
+
+    def catch_up(self, flights: Sequence[Flight] | None = None) -> None:
+        """Write the records of some cases that `advance` ran, or of all, where they are still to come."""
+        for flight in [*self.flights] if flights is None else flights:
+            if flight in self.flights:
+                self.settle(flight)
 
     def train(self, case: Case, fault: str | None = None) -> Flight:
         """The first half of `run`: everything that needs the ranks for the first time. `settle` must follow.
@@ -346,8 +367,8 @@ class Session:
         result.setdefault("wall_seconds", flight.seconds - startup + (result.get("judge_seconds") or 0.0))
         flight.base["environment"] = self.fingerprint
         record = _annotated(Record(**{**flight.base, **result}))
-        broke = flight.case.world_size not in self.sets
-        self.forecast.add(flight.case, record.wall_seconds or 0.0, record.startup_seconds or 0.0, broke=broke)
+        if record.status == "finished" and record.judge_seconds is not None:
+            self.costs.learn(flight.case, (record.wall_seconds or 0.0) - record.judge_seconds, record.judge_seconds)
         self._tidy(flight.directory, record)
         self.flights.remove(flight)
         self._final(record)
@@ -456,14 +477,17 @@ class Session:
             flight.directory.mkdir(parents=True)
         except OSError as error:
             raise self._unwritable(error) from None
-        limit = min(self.settings.case_limit, self.left)
+        wanted = self.settings.case_limit
+        if self.limits_from_history and not flight.fault:
+            wanted = self.costs.limit(case, wanted)
+        limit = min(wanted, self.left)
         with ranks.attending(self.judge.connection if self._in_judgement else None, self._hear_judge):
             outcome = ranks.run(case.id, flight.directory, flight.fault, limit)
         common["budget_seconds"] = limit
         if not outcome.good:
             self._drop(case.world_size)
             what = f"no result within {limit:.0f} s"
-            return common | self._bad(case, outcome, what, cut=limit < self.settings.case_limit)
+            return common | self._bad(case, outcome, what, cut=limit < wanted)
         flight.observations = flight.directory
         return common
 
@@ -495,14 +519,14 @@ class Session:
     def _launch(self, size: int, limit: float) -> RankSet:
         """Processes of a new set; they have yet to connect."""
         self._make_room(size)
-        self._started_sets += 1
+        self.started_sets += 1
         try:
             listener = listen(self.settings.host, size)
         except OSError as error:  # no such name, or not an address of this machine
             raise SetupError(f"--host {self.settings.host}: {error.strerror or error}") from None
         try:
             servers = self._servers(limit)
-            name = f"set{self._started_sets}"
+            name = f"set{self.started_sets}"
             ranks = self.sets[size] = RankSet(name, size, self.settings, self.directory, listener, servers=servers)
             try:
                 ranks.launch()
@@ -736,6 +760,7 @@ def run(
     command: str = "",
     on_record: OnRecord | None = None,
     on_start: Callable[[Case, int, float | None], None] | None = None,
+    server: ForkServer | None = None,
 ) -> Run:
     """Run cases within a budget and read the result back.
 
@@ -747,16 +772,30 @@ def run(
         on_record: hears of every record once it is on disk.
         on_start: hears of every case before it starts: the case, its number from 1, and about how many seconds all
             cases after it will take (None while nothing was measured).
+        server: as of `Session`.
 
     Raises:
         LogError: the directory cannot be used.
         SetupError: the run had to stop; the rows so far are on disk.
     """
-    ordered = schedule.order(cases)
+    past = history.read(out.parent, history.machine_here(settings.device), but=out)
+    targets = {path: subject.target(path) for path in dict.fromkeys(case.path for case in cases)}
+    switch = 0.0 if forkserver.may_fork(settings.device) else costs.STARTUP
+    guess = costs.Costs(past)
+    if budget is None:  # all of them will run: in the order in which somebody named them
+        planned = [schedule.Planned(case, "as given", guess.estimate(case)) for case in dict.fromkeys(cases)]
+    else:
+        planned = schedule.arrange(cases, guess, past.past(targets), switch=switch)
     session = Session(
-        out, Plan(plan, tuple(ordered), budget, command), subject=subject, settings=settings, on_record=on_record
+        out,
+        Plan(plan, tuple(item.case for item in planned), budget, command),
+        subject=subject,
+        settings=settings,
+        on_record=on_record,
+        past=past,
+        server=server,
     )
-    todo = list(ordered)
+    todo = [item.case for item in planned]
     code = FAILED
     try:
         with contextlib.suppress(Interrupted, KeyboardInterrupt), session:
@@ -770,36 +809,28 @@ def run(
 
 
 def _loop(session: Session, todo: list[Case], on_start: Callable[[Case, int, float | None], None] | None) -> bool:
-    """Run what is to do, in order; True when the budget was too short. `todo` shrinks as cases get their records."""
-    total = len(todo)
-    behind: Flight | None = None  # judged while the next case runs
+    """Run what is to do, in order; True when the budget was too short. `todo` shrinks as cases get their records.
+
+    A case that does not fit what is left does not end the run: shorter ones after it may.
+    """
+    ran = 0
     try:
         while todo:
-            case = todo[0]
-            needed = session.forecast.case(case, starts=session.needs_start(case))
-            if needed > session.left:
-                reason = (
-                    f"budget of {session.budget:.0f} s: {max(session.left, 0):.1f} s left, "
-                    f"this case needs about {needed:.1f} s"
-                )
-                if behind in session.flights:
-                    session.settle(behind)
-                _skip_all(session, todo, reason)
+            judging = sum(session.costs.estimate(flight.case).judge for flight in session.flights)
+            place = schedule.next_fitting(
+                todo, session.costs, session.left - judging, 0.0, session.sets, first=session.started_sets == 0
+            )
+            if place is None:
+                session.catch_up()
+                _skip_all(session, todo, "")
                 return True
+            case = todo.pop(place)
+            ran += 1
             if on_start:
-                up = {*session.sets, case.world_size}
-                rest = session.forecast.all(todo[1:], up) if session.forecast.cases else None
-                on_start(case, total - len(todo) + 1, rest)
-            todo.pop(0)
-            flight = session.train(case)
-            if behind in session.flights:
-                session.settle(behind)
-            session.start_judging(flight)
-            behind = flight
-            if not flight.observations or not session.overlaps(flight.case):
-                session.settle(flight)
-        if behind in session.flights:
-            session.settle(behind)
+                rest = session.costs.share * sum(session.costs.estimate(c).expected for c in todo)
+                on_start(case, ran, rest)
+            session.advance(case)
+        session.catch_up()
     except (Interrupted, KeyboardInterrupt):
         _skip_all(session, todo, "interrupted before this case began")
         raise
@@ -811,8 +842,14 @@ def _loop(session: Session, todo: list[Case], on_start: Callable[[Case, int, flo
 
 
 def _skip_all(session: Session, todo: list[Case], reason: str) -> None:
+    """Records of cases that are not run; without a reason it is the budget."""
     while todo:
-        session.skip(todo[0], "not_run", reason)
+        case = todo[0]
+        why = reason or (
+            f"budget of {session.budget:.0f} s: {max(session.left, 0):.1f} s were left for cases, "
+            f"and this one may take {session.costs.estimate(case).high:.1f} s"
+        )
+        session.skip(case, "not_run", why)
         todo.pop(0)
 
 

@@ -30,6 +30,7 @@ from ci import channel as ch
 if TYPE_CHECKING:
     import torch
 
+    from suites.collectives import Recorder
     from suites.lifecycle import Lifecycle
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -57,6 +58,7 @@ class Worker:
         self.stacks: IO[str] | None = None
         self.lifecycle: list[Lifecycle] = []
         self.settled: set[str] = set()  # paths that have run a case in this process
+        self.recorder: Recorder | None = None  # of collectives, once there is a process group
 
     def progress(self, phase: str) -> None:
         """Tell the supervisor what comes next.
@@ -68,6 +70,8 @@ class Worker:
         if phase == "close" and error is not None:
             self.report(error)
         self.phase = phase
+        if self.recorder:
+            self.recorder.note(phase)
         self.control.send(ch.Phase(phase=phase))
 
     def report(self, error: BaseException) -> None:
@@ -152,6 +156,9 @@ class Worker:
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
         if dist.get_rank() != self.rank or dist.get_world_size() != self.world_size:
             raise RuntimeError(f"process group has rank {dist.get_rank()} of {dist.get_world_size()}")
+        from suites import collectives  # noqa: PLC0415
+
+        self.recorder = collectives.install(Path(setup.log).with_suffix(".collectives"))
         if setup.patch:
             self.progress("patch")
             source, name = setup.patch
@@ -199,6 +206,8 @@ class Worker:
             broken = faults.apply(command.fault)
         case = Case.parse(command.case)
         self.lifecycle = []
+        if self.recorder:
+            self.recorder.begin()
         with broken:
             observation = train.run_rank(case, self.device, self.progress, self.lifecycle, trace=command.trace)
         if case.path not in self.settled:

@@ -62,6 +62,8 @@ COLUMNS: tuple[Column, ...] = (
     Column("path", "text", None, None, "training path"),
     Column("target", "text", None, None, "build under test, as a pip requirement"),
     Column("status", "text", None, None, "finished, timeout, lost (killed while running), not_run or skipped"),
+    Column("reason", "text", None, None, "why it was not run or was lost: budget, interrupted, error, killed or given "
+           "up; running or pending while the run is going"),
     Column("verdict", "text", None, None, "exact, rounding, bug, bug: precision, inconclusive, refused, crash or hang; "
            "empty: none"),
     Column("oracle", "text", None, None, "checks that flagged, joined by a comma"),
@@ -90,6 +92,9 @@ COLUMNS: tuple[Column, ...] = (
     Column("verdict_seconds", "float", "s", "lower", "everything beyond training: judging, and reading the live model"),
     Column("wall_seconds", "float", "s", "lower", "the whole case"),
     Column("budget_seconds", "float", "s", None, "the case's own time limit"),
+    Column("overlapped", "text", None, None, "True where another case was judged while it ran, which may cost it "
+           "time"),
+    Column("why", "text", None, None, "why it stands where it stands in the order", lambda record: record.why or None),
     Column("attempt", "int", "count", None, "which attempt this result is from, 1 for the first"),
     Column("started_at", "text", None, None, "UTC, ISO 8601"),
     Column("environment", "text", None, None, "fingerprint of the environment"),

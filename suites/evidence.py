@@ -38,7 +38,7 @@ MANY_SAMPLES, SAMPLES_BYTES = 16, 2**30
 DOUBTFUL = 0.5  # share of the limit
 GRIDS = {"bfloat16": 7, "tf32 or float16": 10, "float32": 23}  # mantissa bits that give a lower precision away
 LARGEST, FEWEST = 512, 8  # rows and columns of an error that are looked at for a pattern
-FEW_FIRST = 64  # values that are looked at before all are
+VERY_FIRST, FEW_FIRST = 4, 64  # values that are looked at before all are
 ENOUGH = 32  # elements below which a tensor may lie on such a grid by chance
 
 
@@ -281,6 +281,8 @@ class Evidence:
         before = self.masters[step - 1] if step and self.masters[step] else self.before(step)
         for name, whole in (self.masters[step] or self.weights[step]).items():
             if name in before and before[name].value.shape == whole.value.shape:
+                if _ordinary(whole.value, before[name].value):
+                    continue
                 moved = whole.value[whole.value != before[name].value]
                 if grid := grid_of(moved):
                     yield f"{kind} {name}", grid
@@ -295,7 +297,8 @@ class _Noise:
 
     def errors(self, sampled: Sequence[Tensor], exact: Tensor) -> Tensor:
         """[samples, *shape], fp64."""
-        return torch.stack([sample.double() - exact for sample in sampled]) * self.scale
+        found = torch.stack(list(sampled)).double() - exact
+        return found if self.scale == 1.0 else found * self.scale
 
 
 def _batch(key: tuple[int, int], case: Case) -> str:
@@ -327,6 +330,8 @@ def grid_of(tensor: Tensor, enough: int = ENOUGH) -> str:
 
     Tensors with fewer than `enough` values that are not zero are no evidence.
     """
+    if _ordinary(tensor):
+        return ""
     flat = tensor.flatten()
     if len(flat) > FEW_FIRST and not grid_of(flat[:FEW_FIRST], 1) and bool((flat[:FEW_FIRST] != 0).any()):
         return ""  # the usual case: a few values tell
@@ -335,8 +340,29 @@ def grid_of(tensor: Tensor, enough: int = ENOUGH) -> str:
     if len(values) < enough:
         return ""
     mantissa = torch.frexp(values).mantissa
-    own = -int(math.log2(torch.finfo(tensor.dtype).eps))
+    own = _mantissa_bits(tensor.dtype)
     for name, bits in GRIDS.items():
         if bits < own and bool((mantissa * 2.0 ** (bits + 1) % 1 == 0).all()):
             return name
     return ""
+
+
+def _ordinary(tensor: Tensor, before: Tensor | None = None) -> bool:
+    """One of the first values that differ from those `before` (from zero) is enough: no lower precision can hold it.
+
+    The cheap way to the usual answer; False where these few values do not tell.
+    """
+    own = _mantissa_bits(tensor.dtype)
+    finest = max((bits for bits in GRIDS.values() if bits < own), default=0)
+    if not finest:
+        return True
+    values = tensor.flatten()[:VERY_FIRST].tolist()
+    old = before.flatten()[:VERY_FIRST].tolist() if before is not None else [0.0] * len(values)
+    return any(
+        value not in (was, 0.0) and math.isfinite(value) and math.frexp(value)[0] * 2.0 ** (finest + 1) % 1 != 0
+        for value, was in zip(values, old, strict=True)
+    )
+
+
+def _mantissa_bits(dtype: torch.dtype) -> int:
+    return -int(math.log2(torch.finfo(dtype).eps))

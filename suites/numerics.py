@@ -19,6 +19,7 @@ from torch import Tensor
 from suites.limits import TABLE
 
 LIMITS = {scope: limit.value for scope, limit in TABLE.items()}
+TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True)
@@ -61,39 +62,47 @@ def deviation(name: str, run: Tensor, reference: Tensor, noise: Tensor, u: float
     flattened, where there are more than two). A value that is not finite counts as an infinite deviation; but where
     the reference, or an unsharded run at this precision, is not finite either, nothing can be told.
     """
-    samples = torch.stack([_rows(sample) for sample in noise])
+    samples = noise.double().reshape(len(noise), -1, noise.shape[-1]).contiguous()
     run, reference = _rows(run), _rows(reference)
     error = run - reference
-    finite = bool(torch.isfinite(run).all())
-    if not bool(torch.isfinite(reference).all() and torch.isfinite(samples).all()):
+    squared, squares, squares_of_noise = error.square(), reference.square(), samples.square()
+    off, scale, spread = _root_mean(squared), _root_mean(squares), _root_mean(squares_of_noise)
+    # A finite sum of squares has finite terms only; one that is not may have overflowed.
+    if not (math.isfinite(scale) and math.isfinite(spread)) and not (all_finite(reference) and all_finite(samples)):
         return untold(name)
-    scale = _rms(reference)
-    sigma = max(_rms(samples), 0.5 * u * scale, torch.finfo(torch.float64).tiny)
-    row_error, row_scale = error.square().mean(1).sqrt(), reference.square().mean(1).sqrt()
-    row_noise = samples.square().mean((0, 2)).sqrt()
+    finite = math.isfinite(off) or all_finite(run)
+    sigma = max(spread, 0.5 * u * scale, TINY)
+    columns = error.shape[1]
+    row_error, row_scale = (squared.sum(1) / columns).sqrt(), (squares.sum(1) / columns).sqrt()
+    row_noise = squares_of_noise.mean((0, 2)).sqrt()
     # Rounding of a factor that a whole row shares (one token's softmax, say) moves the row in proportion to its size.
     # One noise sample shows it in some rows and not in others, so all rows are granted the typical proportion.
-    large = row_scale > 0.1 * scale
-    shared = float((row_noise / row_scale)[large].square().mean().sqrt()) if bool(large.any()) else 0.0
+    proportions = (row_noise / row_scale)[row_scale > 0.1 * scale]
+    shared = _root_mean(proportions.square())
     sigma_row = torch.sqrt(row_noise**2 + (0.5 * sigma) ** 2 + (shared * row_scale) ** 2)
     sigma_element = torch.sqrt(sigma_row.unsqueeze(1) ** 2 + (shared * reference) ** 2)
+    rows = row_error / sigma_row
+    row = int(rows.argmax())
+    worst_row = float(rows[row])  # not a number where any is
+    if not math.isfinite(worst_row):
+        row = int(rows.nan_to_num(math.inf).argmax())
     ratios = {
-        "tensor": _rms(error) / sigma / LIMITS["tensor"],
-        "row": float((row_error / sigma_row).max()) / LIMITS["row"],
+        "tensor": off / sigma / LIMITS["tensor"],
+        "row": worst_row / LIMITS["row"],
         "element": float((error.abs() / sigma_element).max()) / LIMITS["element"],
     }
     scope = max(ratios, key=lambda key: ratios[key]) if finite else "tensor"
     score = ratios[scope] if finite else math.inf
-    wrong = row_error / sigma_row > LIMITS["row"]
+    clean = worst_row <= LIMITS["row"]
     return Deviation(
         name=name,
         score=score,
         scope=scope,
         sigmas=score * LIMITS[scope],
-        relative=_rms(error) / scale if finite and scale else (math.inf if _rms(error) else 0.0),
+        relative=off / scale if finite and scale else (math.inf if off else 0.0),
         predicted=sigma / scale if scale else 0.0,
-        row=int((row_error / sigma_row).nan_to_num(math.inf).argmax()),
-        rows_wrong=float(wrong.double().mean()) if finite else 1.0,
+        row=row,
+        rows_wrong=(0.0 if clean else float((rows > LIMITS["row"]).double().mean())) if finite else 1.0,
         sees=LIMITS["tensor"] * sigma / scale if scale else math.inf,
         coherence=cosine(error, reference) if finite else 0.0,
         scopes={key: ratio * LIMITS[key] for key, ratio in ratios.items()} if finite else {},
@@ -126,5 +135,17 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return abs(float((a * b).sum())) / size if size else 0.0
 
 
-def _rms(tensor: Tensor) -> float:
-    return float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0
+def all_finite(tensor: Tensor) -> bool:
+    """No element is infinite or not a number."""
+    return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def root_mean_square(tensor: Tensor) -> float:
+    """Root of the mean of all squares, in the tensor's own precision; 0 of none."""
+    return _root_mean(tensor.square())
+
+
+def _root_mean(squares: Tensor) -> float:
+    """Root of the mean of a tensor; 0 of none. As ``mean().sqrt()`` has it, bit for bit, in half of the time."""
+    # torch's own root: it is not always the one that `math.sqrt` rounds to.
+    return float((squares.sum() / squares.numel()).sqrt()) if squares.numel() else 0.0

@@ -11,13 +11,14 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from suites.cases import Case
-from suites.data import micro_batch
-from suites.model import EMBEDDING, HEAD, Decoder, load_weights, trainable
+from suites.data import MicroBatch, micro_batch
+from suites.model import EMBEDDING, HEAD, Decoder, load_weights, parameter_shapes, trainable
 from suites.precision import LOSS_SCALE, LOW, UNIT_ROUNDOFF, multiplying
 
 # The factors that change what the reference computes; cases that agree in these share one. (tp is among them since
@@ -26,6 +27,13 @@ DETERMINED_BY = (
     "tie", "tp", "dp", "hidden", "vocab", "layers", "sequence", "batch", "accumulate", "padding_idx",
     "embedding_scale", "head_bias", "activation", "frozen", "seed", "loss", "logit_scale",
 )  # fmt: skip
+# Those of them that make the data of a step; the others make the model.
+OF_DATA = ("tp", "dp", "vocab", "sequence", "batch", "accumulate", "padding_idx", "seed")
+OF_MODEL = tuple(name for name in DETERMINED_BY if name not in OF_DATA or name in ("vocab", "padding_idx"))
+
+# What a cache keeps beside evaluations: building a small model takes as long as running it, a larger one's does not.
+MODELS, MODEL_BYTES = 16, 4 * 2**20
+STEPS_OF_DATA = 64
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,18 @@ class Evaluation:
         return float(torch.stack([g.double().square().sum() for g in once.values()]).sum().sqrt()) if once else 0.0
 
 
+Batches = Mapping[tuple[int, int], MicroBatch]  # (data-parallel rank, micro-batch) -> data
+
+
 def evaluate(
-    case: Case, weights: Mapping[str, Tensor], step: int, arithmetic: str = "float64", perturbed: int = 0
+    case: Case,
+    weights: Mapping[str, Tensor],
+    step: int,
+    arithmetic: str = "float64",
+    perturbed: int = 0,
+    *,
+    model: Unsharded | None = None,
+    data: Batches | None = None,
 ) -> Evaluation:
     """Forward and backward of one step's data at `weights` (full tensors by canonical name), in a given arithmetic.
 
@@ -70,32 +88,56 @@ def evaluate(
 
     Args:
         arithmetic: a key of `suites.precision.UNIT_ROUNDOFF`.
+        model, data: if the caller has them already, from a case that agrees in `OF_MODEL` and `OF_DATA`.
     """
-    matmul = arithmetic if arithmetic.startswith("tf32") else "ieee"
-    dtype = torch.float32 if matmul != "ieee" else getattr(torch, arithmetic)
-    model = Decoder(case, tie=False).to(dtype)
-    if perturbed:
-        weights = perturb(case, weights, UNIT_ROUNDOFF[arithmetic], perturbed)
-    load_weights(model, weights)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trainable(case, name))
-    loss: dict[tuple[int, int], float] = {}
-    logits: dict[tuple[int, int], Tensor] = {}
-    sums = _GradientSums(model, case, arithmetic)
-    with multiplying(matmul, torch.device("cpu")):
-        for dp_rank in range(case.dp):
-            for micro in range(case.accumulate):
-                batch = micro_batch(case, step, micro, dp_rank)
-                value, scores = model(batch.tokens, batch.labels)
-                (value / (case.dp * case.accumulate) * sums.scale).backward()
-                sums.collect()
-                loss[dp_rank, micro] = value.item()
-                logits[dp_rank, micro] = scores.detach()
-    gradients = sums.whole()
-    lookup, projection = gradients.get(EMBEDDING), gradients.get(HEAD)
-    if case.tied and lookup is not None and projection is not None:
-        gradients[EMBEDDING] = gradients[HEAD] = sums.tied if sums.tied is not None else lookup + projection
-    return Evaluation(loss, logits, gradients, lookup, projection)
+    model = model or Unsharded(case, arithmetic)
+    return model.evaluate(case, weights, data or batches(case, step), perturbed)
+
+
+def batches(case: Case, step: int) -> dict[tuple[int, int], MicroBatch]:
+    """The data of one step, in the order in which gradients are summed."""
+    return {
+        (dp_rank, micro): micro_batch(case, step, micro, dp_rank)
+        for dp_rank in range(case.dp)
+        for micro in range(case.accumulate)
+    }
+
+
+class Unsharded:
+    """The unsharded model in one arithmetic, built once and evaluated at any weights, on the data of any step."""
+
+    def __init__(self, case: Case, arithmetic: str):
+        self.arithmetic = arithmetic
+        self.matmul = arithmetic if arithmetic.startswith("tf32") else "ieee"
+        dtype = torch.float32 if self.matmul != "ieee" else getattr(torch, arithmetic)
+        self.model = Decoder(case, tie=False).to(dtype)
+        self.bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(trainable(case, name))
+
+    def evaluate(self, case: Case, weights: Mapping[str, Tensor], data: Batches, perturbed: int = 0) -> Evaluation:
+        """As the function of this name, for any case that agrees with the first in `OF_MODEL`."""
+        if perturbed:
+            weights = perturb(case, weights, UNIT_ROUNDOFF[self.arithmetic], perturbed)
+        load_weights(self.model, weights)
+        loss: dict[tuple[int, int], float] = {}
+        logits: dict[tuple[int, int], Tensor] = {}
+        sums = _GradientSums(self.model, case, self.arithmetic)
+        try:
+            with multiplying(self.matmul, torch.device("cpu")):
+                for place, batch in data.items():
+                    value, scores = self.model(batch.tokens, batch.labels)
+                    (value / (case.dp * case.accumulate) * sums.scale).backward()
+                    sums.collect()
+                    loss[place] = value.item()
+                    logits[place] = scores.detach()
+            gradients = sums.whole()
+        finally:
+            self.model.zero_grad(set_to_none=True)
+        lookup, projection = gradients.get(EMBEDDING), gradients.get(HEAD)
+        if case.tied and lookup is not None and projection is not None:
+            gradients[EMBEDDING] = gradients[HEAD] = sums.tied if sums.tied is not None else lookup + projection
+        return Evaluation(loss, logits, gradients, lookup, projection)
 
 
 def perturb(case: Case, weights: Mapping[str, Tensor], u: float, seed: int) -> dict[str, Tensor]:
@@ -114,7 +156,9 @@ class _GradientSums:
     """Gradients summed over batches: in the parameters' own ``grad``, or in fp32 where their precision is low."""
 
     def __init__(self, model: Decoder, case: Case, arithmetic: str):
-        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        named = dict(model.named_parameters())
+        # In one order, whichever weight a case registers first: cases that differ in this share evaluations.
+        self.trained = {name: named[name] for name in parameter_shapes(case) if named[name].requires_grad}
         self.low = arithmetic in LOW
         self.scale = LOSS_SCALE.get(arithmetic, 1.0)
         self.sums: dict[str, Tensor] = {}
@@ -154,6 +198,21 @@ def digest_of(weights: Mapping[str, Tensor]) -> bytes:
     return digest.digest()
 
 
+class Store(Protocol):
+    """Evaluations kept beyond the life of a process (`suites.reference_store`)."""
+
+    def get(self, key: Key) -> Evaluation | None:
+        """What was put under a key, bit for bit; None where it is not there (any more)."""
+        ...
+
+    def put(self, key: Key, found: Evaluation) -> None:
+        """Keep an evaluation, if that is possible and worth it."""
+        ...
+
+
+Key = tuple[object, ...]  # values of `DETERMINED_BY`; step, arithmetic, perturbed, digest of the weights
+
+
 class ReferenceCache:
     """Evaluations kept by all that determines them: the factors above, step, arithmetic, and the weights' own bits.
 
@@ -162,14 +221,19 @@ class ReferenceCache:
 
     Args:
         size: bytes to keep; what is larger by itself is not kept.
+        store: asked for what is not in memory, and given what was computed.
     """
 
-    def __init__(self, size: int = 512 * 2**20):
+    def __init__(self, size: int = 512 * 2**20, store: Store | None = None):
         self.size = size
+        self.store = store
         self.hits = 0
         self.misses = 0
+        self.loaded = 0
         self.held = 0
-        self._kept: OrderedDict[tuple[object, ...], Evaluation] = OrderedDict()
+        self._kept: OrderedDict[Key, Evaluation] = OrderedDict()
+        self._models: OrderedDict[Key, Unsharded] = OrderedDict()
+        self._data: OrderedDict[Key, Batches] = OrderedDict()
 
     def evaluate(
         self,
@@ -188,11 +252,37 @@ class ReferenceCache:
             self.hits += 1
             self._kept.move_to_end(key)
             return self._kept[key]
+        if self.store and (stored := self.store.get(key)):
+            self.loaded += 1
+            return self._keep(key, stored)
         self.misses += 1
-        found = evaluate(case, weights, step, arithmetic, perturbed)
+        model, data = self._unsharded(case, arithmetic), self._batches(case, step)
+        found = evaluate(case, weights, step, arithmetic, perturbed, model=model, data=data)
+        if self.store:
+            self.store.put(key, found)
+        return self._keep(key, found)
+
+    def _keep(self, key: Key, found: Evaluation) -> Evaluation:
         if found.bytes <= self.size:
             self._kept[key] = found
             self.held += found.bytes
         while self.held > self.size:
             self.held -= self._kept.popitem(last=False)[1].bytes
         return found
+
+    def _unsharded(self, case: Case, arithmetic: str) -> Unsharded:
+        key = (*(getattr(case, name) for name in OF_MODEL), arithmetic)
+        model = self._models.pop(key, None) or Unsharded(case, arithmetic)
+        if model.bytes <= MODEL_BYTES:
+            self._models[key] = model
+        if len(self._models) > MODELS:
+            self._models.popitem(last=False)
+        return model
+
+    def _batches(self, case: Case, step: int) -> Batches:
+        key = (*(getattr(case, name) for name in OF_DATA), step)
+        kept = self._data.pop(key) if key in self._data else batches(case, step)
+        self._data[key] = kept
+        if len(self._data) > STEPS_OF_DATA:
+            self._data.popitem(last=False)
+        return self._data[key]

@@ -10,12 +10,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from suites import optimizers
 from suites.model import EMBEDDING, HEAD, parameter_shapes, trainable
-from suites.numerics import LIMITS, Deviation, cosine, untold
+from suites.numerics import LIMITS, TINY, Deviation, all_finite, cosine, root_mean_square, untold
 from suites.observe import bitwise_equal
 
 if TYPE_CHECKING:
@@ -61,14 +60,18 @@ def replay(e: Evidence) -> Replayed:
                     return Replayed(tuple(found), (step + 1, text))
             old, new = _updated(e, step, name)
             if name in own and old is not None and new is not None:
-                expected = replays[name].step(old.double(), own[name].value.double() * coefficient)
-                sigma = e.master_u * replays[name].roundings(old.double(), expected)
+                old = old.double()
+                gradient = own[name].value.double()
+                expected = replays[name].step(old, gradient if coefficient == 1.0 else gradient * coefficient)
+                sigma = e.master_u * replays[name].roundings(old, expected)
                 found.append((step, _deviation(name, old, new, expected, sigma)))
     return Replayed(tuple(found))
 
 
 def _clipped(e: Evidence, step: int) -> float:
     """Factor by which the run must clip: by the norm that it reports (an oracle of its own judges that norm)."""
+    if e.case.clip <= 0:
+        return 1.0
     own = e.gradients[step]
     once = [n for n in own if not (e.case.tied and n == HEAD and EMBEDDING in own)]
     norm = math.sqrt(sum(float(own[n].value.double().square().sum()) for n in once))
@@ -89,25 +92,31 @@ def _deviation(name: str, before: Tensor, after: Tensor, expected: Tensor, sigma
 
     Relative numbers are shares of the update, and `coherence` is that with the update or with the weight, the larger.
     """
-    if not bool(torch.isfinite(expected).all()):
+    if not all_finite(expected):
         return untold(f"update of {name}", "replay")
-    moved = expected - before.double()
-    sigma = sigma + torch.finfo(torch.float64).tiny
-    error = after.double() - expected
-    finite = bool(torch.isfinite(after).all())
+    before, after = before.double(), after.double()
+    moved = expected - before
+    sigma = sigma + TINY
+    error = after - expected
+    finite = all_finite(after)
     rows = (error.abs() / sigma).reshape(error.shape[0], -1).amax(1)
-    worst = float(rows.max()) if finite else math.inf
-    scale = float(moved.square().mean().sqrt()) or 1.0
+    row = int(rows.argmax())
+    worst = float(rows[row])  # not a number where any is
+    if not math.isfinite(worst):
+        row, worst = int(rows.nan_to_num(math.inf).argmax()), float(rows.max())
+    clean = worst <= LIMITS["replay"]
+    worst = worst if finite else math.inf
+    scale = root_mean_square(moved) or 1.0
     clearest = float((moved.abs() / sigma).max())
     return Deviation(
         name=f"update of {name}",
         score=worst / LIMITS["replay"],
         scope="replay",
         sigmas=worst,
-        relative=float(error.square().mean().sqrt()) / scale if finite else math.inf,
-        predicted=float(sigma.square().mean().sqrt()) / scale,
-        row=int(rows.nan_to_num(math.inf).argmax()),
-        rows_wrong=float((rows > LIMITS["replay"]).double().mean()) if finite else 1.0,
+        relative=root_mean_square(error) / scale if finite else math.inf,
+        predicted=root_mean_square(sigma) / scale,
+        row=row,
+        rows_wrong=(0.0 if clean else float((rows > LIMITS["replay"]).double().mean())) if finite else 1.0,
         sees=LIMITS["replay"] / clearest if clearest else math.inf,
-        coherence=max(cosine(error, moved), cosine(error, before.double())) if finite else 0.0,
+        coherence=max(cosine(error, moved), cosine(error, before)) if finite else 0.0,
     )

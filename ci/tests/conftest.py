@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from ci import records
-from ci.ranks import Settings
+from ci.forkserver import ForkServer, Options
+from ci.ranks import Settings, clean_environment, module_command
 from ci.records import RunRow
 from ci.supervisor import Patch, Plan, Session, Subject
 
@@ -27,15 +28,27 @@ def misbehaving() -> Subject:
     return Subject(patch=Patch.read(MISBEHAVE))
 
 
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """One fork server for all tests that do not care about it: importing takes seconds."""
+    command, extra = module_command("ci.forkserver")
+    options = Options(paths=("deepspeed", "handwritten"))
+    log = tmp_path_factory.mktemp("forkserver") / "forkserver.log"
+    started = ForkServer.start(command, clean_environment() | extra, options, log)
+    assert started.wait_ready(300.0), log.read_text()
+    yield started
+    started.close()
+
+
 @pytest.fixture
-def session(tmp_path: Path, misbehaving: Subject) -> Iterator[Callable[..., Session]]:
+def session(tmp_path: Path, misbehaving: Subject, server: ForkServer) -> Iterator[Callable[..., Session]]:
     """Opens sessions over misbehaving ranks, and ends them."""
     opened: list[Session] = []
 
     def open_session(**settings: object) -> Session:
         directory = tmp_path / f"run{len(opened)}"
         given = {"device": "cpu", **settings}
-        opened.append(Session(directory, Plan("test", ()), misbehaving, Settings(**given)))  # type: ignore[arg-type]
+        opened.append(Session(directory, Plan("test", ()), misbehaving, Settings(**given), server=server))  # type: ignore[arg-type]
         return opened[-1]
 
     yield open_session

@@ -59,9 +59,10 @@ def start_run(cwd: Path, *ids: str, patched: bool = True) -> subprocess.Popen[st
     )
 
 
-def test_a_run_within_its_budget_and_one_beyond_it(tmp_path):
+def test_a_run_within_its_budget_and_one_beyond_it(tmp_path, server):
     heard = []
-    run = supervisor.run([ALONE, ALONE, ALONE.but(seed=1)], tmp_path / "a", settings=CPU, on_record=heard.append)
+    cases = [ALONE, ALONE, ALONE.but(seed=1)]
+    run = supervisor.run(cases, tmp_path / "a", settings=CPU, on_record=heard.append, server=server)
     assert [r.case for r in run.records] == [ALONE.id, ALONE.but(seed=1).id], "doubles run once"
     assert [r.case for r in heard] == [r.case for r in run.records]
     assert (run.end.reason, run.end.exit_code) == ("complete", 0), [r.evidence for r in run.records]
@@ -113,10 +114,10 @@ def test_a_judge_that_is_killed_costs_nothing_and_one_that_takes_too_long_is_end
     assert s.run(ALONE).verdict in records.GREEN
 
 
-def test_records_of_a_run_with_patch_and_fault_can_be_run_again(tmp_path):
+def test_records_of_a_run_with_patch_and_fault_can_be_run_again(tmp_path, server):
     fault = "unreduced_input_gradient"
     subject = Subject(fault=fault, patch=Patch.read(MISBEHAVE))
-    with Session(tmp_path / "run", Plan("test", (CLEAN,)), subject, CPU) as session:
+    with Session(tmp_path / "run", Plan("test", (CLEAN,)), subject, CPU, server=server) as session:
         record = session.run(CLEAN)
         assert record.verdict == "bug", record.evidence
         assert record.fault == fault
@@ -222,7 +223,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_rows(tmp_path):
     assert not run.damage
 
 
-def test_a_log_that_cannot_grow_stops_the_run(tmp_path, monkeypatch):
+def test_a_log_that_cannot_grow_stops_the_run(tmp_path, monkeypatch, server):
     """The record log itself is full: what was written stays whole."""
     written = records.RecordLog.append
 
@@ -233,7 +234,7 @@ def test_a_log_that_cannot_grow_stops_the_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(records.RecordLog, "append", append)
     with pytest.raises(LogError, match="No space left"):
-        supervisor.run([ALONE, ALONE.but(seed=1)], tmp_path / "run", settings=CPU)
+        supervisor.run([ALONE, ALONE.but(seed=1)], tmp_path / "run", settings=CPU, server=server)
     run = read_run(tmp_path / "run")
     assert [r.status for r in run.records] == ["finished", "not_run"]
     assert (run.end.reason, run.end.exit_code) == ("error", 2)
@@ -414,20 +415,6 @@ def test_order_and_shards():
     assert sorted(c.id for part in parts for c in part) == sorted(c.id for c in ordered)
     with pytest.raises(ValueError, match="shard 4/3"):
         schedule.shard(ordered, 4, 3)
-
-
-def test_the_forecast_learns():
-    forecast = schedule.Forecast()
-    before = forecast.case(CLEAN, starts=False)
-    for seconds in (1.0, 2.0, 30.0):
-        forecast.add(CLEAN, seconds, startup=0.0)
-    forecast.add(Case("deepspeed"), 7.0, startup=5.0)
-    assert before > 0
-    assert forecast.case(CLEAN, starts=False) == 2.0
-    assert forecast.case(CLEAN, starts=True) == 7.0
-    assert forecast.all([CLEAN, Case("deepspeed", dp=2)], up=[2]) == 2.0 + 7.0 + 5.0
-    forecast.add(CLEAN, 2.0, startup=0.0, broke=True)  # one of five
-    assert forecast.all([CLEAN], up=[2]) == 2.0 + 5.0 / 5
 
 
 def test_plans_are_nested_and_every_selection_has_cases():

@@ -21,7 +21,7 @@ A, B = "handwritten:tie=tied,head=row,zero=0", "deepspeed:tie=untied,head=vocab,
 
 
 def test_every_field_of_a_record_is_a_column_or_said_not_to_be() -> None:
-    nested = {"findings", "factors", "step_seconds", "stacks", "measured", "dormant"}
+    nested = {"findings", "factors", "step_seconds", "stacks", "collectives", "measured", "dormant"}
     assert set(Record.__struct_fields__) - nested == set(BY_NAME) - {"error_unit", "visibility", "slope"}
     assert len(BY_NAME) == len(COLUMNS)
 
