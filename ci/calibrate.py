@@ -147,7 +147,6 @@ def run(
         with open(directory / RUNS, "ab", buffering=0) as rows, session:
             for job in todo:
                 record = session.run(Case.parse(job.case), job.change or None)
-                session.records.clear()  # they are on disk, and thousands of them are much to hold
                 found = _row(job, record, session, version)
                 rows.write(msgspec.json.encode(found) + b"\n")
                 on_run(found)

@@ -8,10 +8,11 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ci import plans, records, schedule, supervisor
+from ci import periodic, plans, records, schedule, supervisor
 from ci.display import Display, Printer, discard, duration, prepare_output
 from ci.ranks import Settings, check_seconds
 from ci.supervisor import FAILED, OK, USAGE, Interrupted, Patch, SetupError, Subject
@@ -95,7 +96,7 @@ def _seconds(param: typer.CallbackParam, value: float | None) -> float | None:
     if value is None:
         return None
     try:
-        return check_seconds(param.opts[0], value, 0.0 if param.name == "budget" else 0.1)
+        return check_seconds(param.opts[0], value, 0.0 if param.name in ("budget", "spent", "report_every") else 0.1)
     except ValueError as error:
         fail(str(error))
 
@@ -344,33 +345,50 @@ def run(  # noqa: PLR0917 - each is an option, given by name on the command line
     budget: Annotated[
         float | None, typer.Option(help="Seconds for everything (default: the plan's).", callback=_seconds)
     ] = None,
+    spent: Annotated[
+        float, typer.Option(help="Seconds of the budget that are gone already: set-up, say.", callback=_seconds)
+    ] = 0.0,
     shard: Annotated[str | None, typer.Option(help="I/N: only the I-th of N equal parts.", callback=_given)] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            help="Go on with a run that was cut short: its cases without a result, with its target, patch and fault.",
+            metavar="DIRECTORY",
+            callback=_given,
+        ),
+    ] = None,
+    report_every: Annotated[
+        float, typer.Option(help="Seconds between two reports during the run; 0: none.", callback=_seconds)
+    ] = periodic.INTERVAL,
 ) -> None:
     """Run cases and report on them."""
-    chosen = _choose(plan, case, path, k)
+    before = None
+    if resume is not None:
+        chosen_by = {"--plan": plan, "--case": case, "--path": path, "-k": k, "--shard": shard, "--out": out}
+        before = _begun(resume, chosen_by | {"--target": target, "--patch": patch, "--fault": fault})
+        target, patch, fault = _subject_of(before)
+    chosen = list(map(Case.parse, before.todo)) if before else _choose(plan, case, path, k)
     if target is not None:
         _check_tested(chosen)
     if shard is not None:
         chosen = _part(chosen, shard)
-    name = plan or ("custom" if case else "smoke")
+    name = before.plan.plan if before else plan or ("custom" if case else "smoke")
     if shard:
         name += f"-{shard.replace('/', 'of')}"
     if device not in ("auto", "cpu"):
         fail(f"--device {device}: one of auto, cpu")
-    try:
-        applied = Patch.read(Path(patch)) if patch is not None else None
-    except SetupError as error:
-        fail(str(error))
+    applied = _patch(patch, before)
     if fault is not None:
         _check_fault(fault, chosen)
-    directory = Path(out) if out is not None else _default_out(name)
-    _check_out(directory)
+    directory = before.directory if before else Path(out) if out is not None else _default_out(name)
+    if before is None:
+        _check_out(directory)
     console = Printer(highlight=False)
     display = Display(len(chosen))
     subject = Subject(patch=applied, fault=fault)
     if target is not None:
         subject = _install(target, subject, display)
-        if not shard and not any(map(subject.tests, chosen)):
+        if not shard and before is None and not any(map(subject.tests, chosen)):
             fail(f"--target {target}: no chosen case tests {subject.build.distribution if subject.build else ''}")
     settings = Settings(
         launcher=launcher.value,
@@ -380,54 +398,82 @@ def run(  # noqa: PLR0917 - each is an option, given by name on the command line
         startup_limit=startup_limit,
         say=display.say,
     )
-    if budget is None and not case:
+    if budget is None and not case and before is None:
         budget = plans.PLANS[plan or "smoke"].budget_seconds
-    whole = len(plans.PLANS[plan or "smoke"].cases)
-    if not case and len(chosen) < whole:
-        name += f" ({len(chosen)} of its {whole} cases)"
+    told: dict[str, Any] = {"budget": budget, "spent": spent, "subject": subject, "settings": settings}
+    told |= {"command": shlex.join(["tiebench", *_again(sys.argv[1:])]), "report_every": report_every or None}
+    if before is None:
+        whole = len(plans.PLANS[plan or "smoke"].cases)
+        name += f" ({len(chosen)} of its {whole} cases)" if not case and len(chosen) < whole else ""
+        what = f"{len(chosen)} case{'s' if len(chosen) > 1 else ''}, results in {directory}"
+        task = partial(supervisor.run, chosen, directory, plan=name, **told)
+    else:
+        what = f"going on with {directory}: {len(chosen)} of {len(before.plan.cases)} cases have no result"
+        task = partial(supervisor.resume, directory, **told)
     with supervisor.interruptible(restore=False):
-        code = _run(chosen, directory, name=name, budget=budget, subject=subject, settings=settings, display=display)
+        display.say(what)
+        code = _run(task, display)
         supervisor.ignore_signals()  # a second SIGTERM must not cost the report
         code = _report(directory, console, code)
     raise typer.Exit(code)
 
 
 def _again(words: Sequence[str]) -> list[str]:
-    """The words of this command without ``--out``: a run directory is used once."""
+    """The words of this command without what holds for one run only."""
+    once = ("--out", "--spent")
     kept: list[str] = []
     for word in words:
-        if kept and kept[-1] == "--out":
+        if kept and kept[-1] in once:
             kept.pop()
-        elif not word.startswith("--out="):
+        elif word.partition("=")[0] not in once or word in once:
             kept.append(word)
     return kept
 
 
-def _run(
-    chosen: Sequence[Case],
-    directory: Path,
-    *,
-    name: str,
-    budget: float | None,
-    subject: Subject,
-    settings: Settings,
-    display: Display,
-) -> int:
+def _begun(resume: str, others: Mapping[str, object]) -> records.Run:
+    """A run to go on with; ends the program with its report where nothing of it is left to be run.
+
+    Args:
+        others: options that cannot be given beside it, and their values.
+    """
+    for option, value in others.items():
+        if value is not None:
+            fail(f"--resume goes on with what was planned: leave {option} out")
+    directory = Path(resume)
+    try:
+        before = records.read_run(directory)
+    except records.LogError as error:
+        fail(f"--resume {directory}: {error}")
+    if before.end is not None and before.end.reason == "complete" and not before.todo:
+        _say(f"nothing to resume in {directory}: each of its {len(before.plan.cases)} cases has its result")
+        raise typer.Exit(_report(directory, Printer(highlight=False), before.end.exit_code))
+    return before
+
+
+def _subject_of(before: records.Run) -> tuple[str | None, str | None, str | None]:
+    """Target, patch and fault of a run, as the options of `tiebench run` are spelled."""
+    words = shlex.split(before.plan.options)
+    given = dict(zip(words[::2], words[1::2], strict=False))
+    return given.get("--target"), given.get("--patch"), given.get("--fault")
+
+
+def _patch(patch: str | None, before: records.Run | None) -> Patch | None:
+    """The patch to run with, which a run that is resumed has run with before."""
+    try:
+        applied = Patch.read(Path(patch)) if patch is not None else None
+    except SetupError as error:
+        fail(str(error))
+    names = {record.patch for record in before.records if record.patch} if before else set()
+    if applied and names - {applied.name}:
+        fail(f"--resume: {applied.path} has changed since its cases ran with it")
+    return applied
+
+
+def _run(task: Callable[..., records.Run], display: Display) -> int:
     """Run the cases; exit code. A run that had to stop still gets its report, after the line that says why."""
-    display.say(f"{len(chosen)} case{'s' if len(chosen) > 1 else ''}, results in {directory}")
     try:
         with display:
-            done = supervisor.run(
-                chosen,
-                directory,
-                plan=name,
-                budget=budget,
-                subject=subject,
-                settings=settings,
-                command=shlex.join(["tiebench", *_again(sys.argv[1:])]),
-                on_record=display.on_record,
-                on_start=display.on_start,
-            )
+            done = task(on_record=display.on_record, on_start=display.on_start)
     except (SetupError, records.LogError) as error:
         print(f"tiebench: {' '.join(str(error).split())}", file=sys.stderr)
         return USAGE
@@ -521,8 +567,10 @@ def _check_out(directory: Path) -> None:
     """Refuse a directory that is in use before anything is installed; the record log checks again."""
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            what = "already holds a run" if (directory / records.EVENTS).is_file() else "is not an empty directory"
-            fail(f"--out {directory} {what}: choose another one")
+            holds = (directory / records.EVENTS).is_file()
+            what = "already holds a run" if holds else "is not an empty directory"
+            hint = f", or go on with it: --resume {shlex.quote(str(directory))}" if holds else ""
+            fail(f"--out {directory} {what}: choose another one{hint}")
     except OSError as error:
         fail(f"--out {directory}: {error.strerror or error}")
 

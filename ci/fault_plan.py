@@ -103,7 +103,7 @@ def run(
         for fault in in_turn:
             case = Case.parse(fault.case)
             if session.left <= 0:
-                session.skip(case, "not_run", f"budget of {session.budget:.0f} s is over")
+                session.skip(case, "not_run", f"budget of {session.budget:.0f} s is over", "budget")
             else:
                 session.advance(case, fault.name)
         session.catch_up()

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -30,10 +30,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from ci import channel as ch
-from ci import costs, forkserver, history, records, schedule
+from ci import costs, forecast, forkserver, history, records, schedule
 from ci.forkserver import ForkServer, ServerGone
 from ci.history import History
 from ci.judge import Judge, JudgeGone, Process, TooSlow
+from ci.periodic import Periodic
 from ci.ranks import (
     Outcome,
     RankSet,
@@ -45,7 +46,7 @@ from ci.ranks import (
     listen,
     module_command,
 )
-from ci.records import EndRow, FinalRow, LogError, Record, RecordLog, Run, RunRow, StartedRow
+from ci.records import EndRow, FinalRow, LogError, Reason, Record, RecordLog, ResumedRow, Run, RunRow, StartedRow
 from suites import bug_classes
 from suites.cases import Case
 from suites.lifecycle import Lifecycle, broken_tie
@@ -64,6 +65,8 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PACKAGE = {"handwritten": "torch"}  # path -> the package that is under test; else it is called like the path
 
 OnRecord = Callable[[Record], None]
+# Hears of a case before it starts: the case, its number from 1, about how many seconds all cases after it will take.
+OnStart = Callable[[Case, int, float | None], None]
 
 
 class SetupError(Exception):
@@ -152,6 +155,11 @@ class Subject:
 HANG = records.Guess(bug_class=27, name=bug_classes.NAMES[27], why="some ranks wait for what others never send")
 LOST = records.Guess(bug_class=1, name=bug_classes.NAMES[1], why="embedding and head are no longer one weight")
 BY_REPLACEMENT = records.Guess(bug_class=2, name=bug_classes.NAMES[2], why="it is lost when sharded layers are put in")
+# Causes of a hang that are of this class, by `ci.hangs`; the others are no business of any collective.
+OF_COLLECTIVES = (
+    "different sizes", "different order", "different collectives", "collective left out", "unmatched message",
+    "collective does not end", "unknown",
+)  # fmt: skip
 INSTALLED = Subject()
 NO_HISTORY = History()
 DEFAULTS = Settings()
@@ -163,6 +171,9 @@ class Plan:
 
     Args:
         budget: seconds for everything, start-up of ranks included; None: what the limits of its cases add up to.
+        spent: seconds of the budget that were gone before this process began.
+        why: case -> why it stands where it stands.
+        phases: seconds that each phase is expected to take; forecast: of the whole, from history.
 
     Raises:
         ValueError: the budget is no number of seconds.
@@ -172,6 +183,10 @@ class Plan:
     cases: tuple[Case, ...]
     budget: float | None = None
     command: str = ""
+    spent: float = 0.0
+    why: Mapping[Case, str] = field(default_factory=dict)
+    phases: Mapping[str, float] = field(default_factory=dict)
+    forecast: records.Forecast | None = None
 
     def __post_init__(self) -> None:
         """Check the budget."""
@@ -214,6 +229,7 @@ class Session:
         on_record: called with every record once it is on disk.
         past: what earlier runs say of the seconds that cases take.
         server: a fork server that is up, which the session uses and does not end; None: one of its own.
+        resume: go on with the run that is in the directory; the plan's cases are what is left of it.
 
     Raises:
         LogError: the directory cannot be used (nothing was started then).
@@ -229,6 +245,7 @@ class Session:
         *,
         past: History = NO_HISTORY,
         server: ForkServer | None = None,
+        resume: bool = False,
     ):
         self.directory, self.plan, self.subject = Path(directory), plan, subject
         patch = (subject.patch.source, str(subject.patch.path)) if subject.patch else None
@@ -241,39 +258,65 @@ class Session:
         )
         self.on_record = on_record
         self.budget = plan.seconds(self.settings)
-        self.begin = time.monotonic()
+        self.begin = time.monotonic() - plan.spent
+        self.first_case: float | None = None  # when it began, on the monotonic clock
         self.costs = costs.Costs(past)
         self.reserve = schedule.reserve(len(plan.cases)) if plan.budget is not None else 0.0
         self.sets: dict[int, RankSet] = {}
         self.fingerprint: str | None = None
-        self.records: list[Record] = []
+        self.settled, self.unexpected = 0, 0  # records, and those that are not green or not of the plan
+        self.startup_seconds = 0.0  # of all sets of ranks
         self.flights: list[Flight] = []
         self.judge = Judge(self._launch_judge)
         self.limits_from_history = bool(past.here)
-        self._count = 0
+        self._count = self._earlier_sets = 0
         self.started_sets = 0
         self._closed = False
         self._attempts: dict[str, int] = {}
         self._in_judgement: Path | None = None  # observations that the judge has at this moment
         self._given, self._own = server, list[ForkServer]()
         self._paths = tuple(sorted(dict.fromkeys(case.path for case in plan.cases), key=lambda path: path in PACKAGE))
-        targets = {path: subject.target(path) for path in self._paths}  # a framework's own path first
-        self._log = RecordLog(
-            self.directory,
-            RunRow(
-                schema=records.SCHEMA,
-                run_id=self.directory.resolve().name,
-                plan=plan.name,
-                cases=tuple(case.id for case in plan.cases),
-                target=next(iter(targets.values()), subject.target("deepspeed")),
-                targets=targets,
-                budget_seconds=self.budget,
-                started_at=now(),
-                tiebench=version(),
-                command=plan.command,
-                options=shlex.join(subject.options),
-            ),
+        self._planned = {case.id for case in plan.cases}
+        self._log = self._resume() if resume else self._new()
+        if self._log.note:
+            self.settings.say(self._log.note)
+
+    def _new(self) -> RecordLog:
+        plan = self.plan
+        targets = {path: self.subject.target(path) for path in self._paths}  # a framework's own path first
+        first = RunRow(
+            schema=records.SCHEMA,
+            run_id=self.directory.resolve().name,
+            plan=plan.name,
+            cases=tuple(case.id for case in plan.cases),
+            target=next(iter(targets.values()), self.subject.target("deepspeed")),
+            targets=targets,
+            budget_seconds=self.budget,
+            started_at=now(),
+            tiebench=version(),
+            command=plan.command,
+            options=shlex.join(self.subject.options),
+            forecast=plan.forecast,
+            phases=dict(plan.phases),
         )
+        return RecordLog(self.directory, first)
+
+    def _resume(self) -> RecordLog:
+        row = ResumedRow(
+            resumed_at=now(),
+            command=self.plan.command,
+            budget_seconds=self.budget,
+            tiebench=version(),
+            forecast=self.plan.forecast,
+            phases=dict(self.plan.phases),
+        )
+        log, before = RecordLog.resume(self.directory, row)
+        self._attempts, self._count = dict(before.attempts), before.starts
+        self._earlier_sets = len(list((self.directory / "logs").glob("set*-*.log")))
+        kept = [r for r in before.records if r.status in records.RESULTS or r.reason == "given up"]
+        self.settled, self.unexpected = len(kept), sum(not records.expected(record) for record in kept)
+        self._planned = set(before.plan.cases)
+        return log
 
     def __enter__(self) -> Session:
         return self
@@ -282,9 +325,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            planned = {case.id for case in self.plan.cases}
-            bad = [r for r in self.records if not records.expected(r) or r.case not in planned]
-            self.close("complete", FAILED if bad or not self.records else OK)
+            self.close("complete", self.exit_code)
         elif isinstance(error, (SetupError, LogError)):
             self.close("error", USAGE, str(error))
         elif isinstance(error, (Interrupted, KeyboardInterrupt)):
@@ -292,6 +333,11 @@ class Session:
             self.close("interrupted", 128 + number, signal.Signals(number).name)
         else:
             self.close("error", FAILED, f"{kind.__name__}: {error}"[:EVIDENCE_LIMIT])
+
+    @property
+    def exit_code(self) -> int:
+        """What the records so far make it."""
+        return FAILED if self.unexpected or not self.settled else OK
 
     @property
     def left(self) -> float:
@@ -342,6 +388,8 @@ class Session:
         attempt = self._attempts[case.id] = self._attempts.get(case.id, 0) + 1
         fault = fault or self.subject.fault
         base = self._base(case, attempt, fault)
+        base["overlapped"] = self._in_judgement is not None
+        self.first_case = self.first_case or time.monotonic()
         self._log.append(StartedRow(case=case.id, attempt=attempt, started_at=str(base["started_at"])))
         observations = self.directory / "observations" / f"{self._count:04d}"
         flight = Flight(case, fault, base, observations, time.monotonic())
@@ -364,6 +412,7 @@ class Session:
             flight.result.setdefault("judge_seconds", time.monotonic() - begin)
         result = flight.result
         startup = result.get("startup_seconds", 0.0)
+        self.startup_seconds += startup
         result.setdefault("wall_seconds", flight.seconds - startup + (result.get("judge_seconds") or 0.0))
         flight.base["environment"] = self.fingerprint
         record = _annotated(Record(**{**flight.base, **result}))
@@ -380,10 +429,10 @@ class Session:
         try:
             yield
         except (SetupError, LogError) as error:
-            self._abandon(f"the run was stopped: {error}")
+            self._abandon(f"the run was stopped: {error}", "error")
             raise
         except (Interrupted, KeyboardInterrupt):
-            self._abandon("interrupted")
+            self._abandon("interrupted", "interrupted")
             raise
         except Exception as error:  # noqa: BLE001 - see above
             self._kill_all()
@@ -397,7 +446,7 @@ class Session:
                 "stacks": traceback.format_exc()[-12000:],
             }
 
-    def _abandon(self, why: str) -> None:
+    def _abandon(self, why: str, reason: Reason) -> None:
         """Write a record of every case that has none; the ranks are ended.
 
         A verdict that is about to come is waited for: it is the result of a case that has run.
@@ -410,14 +459,13 @@ class Session:
             seconds = flight.seconds or time.monotonic() - flight.begin
             text = f"{why} after {seconds:.1f} s; {places[id(flight)]}"
             with contextlib.suppress(LogError):
-                self._final(Record(**flight.base, status="lost", evidence=text, wall_seconds=seconds))
+                self._final(Record(**flight.base, status="lost", reason=reason, evidence=text, wall_seconds=seconds))
 
-    def skip(self, case: Case, status: Literal["not_run", "skipped"], reason: str) -> Record:
-        """Write the record of a case that is not run, and why."""
+    def skip(self, case: Case, status: Literal["not_run", "skipped"], why: str, reason: Reason | None = None) -> Record:
+        """Write the record of a case that is not run: why, for people and in one word."""
         base = self._base(case, self._attempts.get(case.id, 0) + 1, self.subject.fault)
-        return self._final(
-            Record(**{**base, "started_at": None, "budget_seconds": None}, status=status, evidence=reason)
-        )
+        base |= {"started_at": None, "budget_seconds": None}
+        return self._final(Record(**base, status=status, evidence=why, reason=reason))
 
     def fresh(self) -> None:
         """Stop all ranks: the next case starts a new set."""
@@ -434,13 +482,34 @@ class Session:
         self._closed = True
         if reason in ("complete", "budget"):
             self.fresh()
-        self._abandon("the run ended")
+        self._abandon("the run ended", "interrupted" if reason == "interrupted" else "error")
         self.judge.close()
         for server in self._own:
             server.close()
         with contextlib.suppress(LogError):  # a full disk: the rows that are there tell the rest
-            self._log.append(EndRow(ended_at=now(), reason=reason, exit_code=exit_code, message=message))
+            self._log.append(
+                EndRow(
+                    ended_at=now(),
+                    reason=reason,
+                    exit_code=exit_code,
+                    message=message,
+                    phases=self._phases(),
+                    seconds=time.monotonic() - self.begin,
+                )
+            )
         self._log.close()
+
+    def _phases(self) -> dict[str, float]:
+        """Seconds used so far in each phase of the budget; the report comes after it."""
+        end, begun = time.monotonic(), self.begin + self.plan.spent
+        first = self.first_case or end
+        used = {
+            "provisioning": self.plan.spent,
+            "setup": first - begun,
+            "startup": self.startup_seconds,
+            "cases": end - first - self.startup_seconds,
+        }
+        return {phase: round(max(0.0, seconds), 3) for phase, seconds in used.items()}
 
     # One case
 
@@ -457,6 +526,7 @@ class Session:
             "harmless": _harmless(fault),
             "patch": self.subject.patch.name if self.subject.patch else None,
             "rerun": replace(self.subject, fault=fault).rerun(case.id),
+            "why": self.plan.why.get(case, ""),
         }
 
     def _attempt(self, flight: Flight) -> dict[str, Any]:
@@ -467,11 +537,10 @@ class Session:
         startup = time.monotonic() - begin if outcome is not None else 0.0
         common = {"startup_seconds": round(startup, 3)}
         if outcome is not None and not outcome.good:
-            self._drop(case.world_size)
+            left = self._drop(case.world_size)
             what = f"the ranks did not come up within {limit:.0f} s"
-            return (
-                common | {"wall_seconds": 0.0} | self._bad(case, outcome, what, cut=limit < self.settings.startup_limit)
-            )
+            bad = self._bad(case, outcome, what, cut=limit < self.settings.startup_limit)
+            return common | {"wall_seconds": 0.0} | _with_leftovers(bad, left)
         ranks = self.sets[case.world_size]
         try:
             flight.directory.mkdir(parents=True)
@@ -485,9 +554,9 @@ class Session:
             outcome = ranks.run(case.id, flight.directory, flight.fault, limit)
         common["budget_seconds"] = limit
         if not outcome.good:
-            self._drop(case.world_size)
+            left = self._drop(case.world_size)
             what = f"no result within {limit:.0f} s"
-            return common | self._bad(case, outcome, what, cut=limit < wanted)
+            return common | _with_leftovers(self._bad(case, outcome, what, cut=limit < wanted), left)
         flight.observations = flight.directory
         return common
 
@@ -526,7 +595,7 @@ class Session:
             raise SetupError(f"--host {self.settings.host}: {error.strerror or error}") from None
         try:
             servers = self._servers(limit)
-            name = f"set{self.started_sets}"
+            name = f"set{self._earlier_sets + self.started_sets}"
             ranks = self.sets[size] = RankSet(name, size, self.settings, self.directory, listener, servers=servers)
             try:
                 ranks.launch()
@@ -673,13 +742,17 @@ class Session:
     def _bad(self, case: Case, outcome: Outcome, what: str, *, cut: bool) -> dict[str, Any]:
         """Verdict over ranks that did not all do what they were told; `cut`: the limit was the rest of the budget."""
         found: dict[str, Any] = {"status": "finished", "stacks": outcome.stacks or None}
-        primary = outcome.primary
+        primary, hang = outcome.primary, outcome.hang
         if outcome.timed_out:
             found["status"] = "timeout"
+            found["collectives"] = hang.table() or None if hang else None
+            seen = f"{what}; {hang.sentence}; {outcome.places()}" if hang else f"{what}; {outcome.places()}"
             if cut:
-                text = f"the run's budget ended first ({what}); {outcome.places()}"
-                return found | {"verdict": "inconclusive", "evidence": text}
-            return found | {"verdict": "hang", "evidence": f"{what}; {outcome.places()}", "guesses": (HANG,)}
+                return found | {"verdict": "inconclusive", "evidence": f"the run's budget ended first ({seen})"}
+            if hang and hang.cause == "slow":
+                return found | {"verdict": "inconclusive", "evidence": seen}
+            guesses = (HANG,) if hang is None or hang.cause in OF_COLLECTIVES else ()
+            return found | {"verdict": "hang", "evidence": seen, "guesses": guesses}
         for rank, failed in outcome.failures.items():
             if failed.phase == "save" or _disk_full(failed):
                 raise SetupError(f"rank {rank} cannot write to {self.directory}: {_first_line(failed.message)}")
@@ -720,10 +793,13 @@ class Session:
                 ranks.stop()
                 del self.sets[size]
 
-    def _drop(self, size: int) -> None:
+    def _drop(self, size: int) -> tuple[str, ...]:
+        """End a set; processes that outlived it, and what became of them."""
         ranks = self.sets.pop(size, None)
-        if ranks:
-            ranks.kill()
+        if ranks is None:
+            return ()
+        ranks.kill()
+        return ranks.leftovers
 
     def _kill_all(self) -> None:
         for size in list(self.sets):
@@ -743,7 +819,8 @@ class Session:
 
     def _final(self, record: Record) -> Record:
         self._log.append(FinalRow(record=record))
-        self.records.append(record)
+        self.settled += 1
+        self.unexpected += not records.expected(record) or record.case not in self._planned
         if self.on_record:
             self.on_record(record)
         return record
@@ -755,11 +832,13 @@ def run(
     *,
     plan: str = "custom",
     budget: float | None = None,
+    spent: float = 0.0,
     subject: Subject = INSTALLED,
     settings: Settings = DEFAULTS,
     command: str = "",
     on_record: OnRecord | None = None,
-    on_start: Callable[[Case, int, float | None], None] | None = None,
+    on_start: OnStart | None = None,
+    report_every: float | None = None,
     server: ForkServer | None = None,
 ) -> Run:
     """Run cases within a budget and read the result back.
@@ -769,46 +848,125 @@ def run(
 
     Args:
         budget: seconds for everything, start-up of ranks included; None: the sum of all limits.
+        spent: seconds of it that are gone already.
         on_record: hears of every record once it is on disk.
-        on_start: hears of every case before it starts: the case, its number from 1, and about how many seconds all
-            cases after it will take (None while nothing was measured).
+        on_start: hears of every case before it starts.
+        report_every: seconds between two reports while the run is going; None: none.
         server: as of `Session`.
 
     Raises:
         LogError: the directory cannot be used.
         SetupError: the run had to stop; the rows so far are on disk.
     """
-    past = history.read(out.parent, history.machine_here(settings.device), but=out)
-    targets = {path: subject.target(path) for path in dict.fromkeys(case.path for case in cases)}
-    switch = 0.0 if forkserver.may_fork(settings.device) else costs.STARTUP
-    guess = costs.Costs(past)
-    if budget is None:  # all of them will run: in the order in which somebody named them
-        planned = [schedule.Planned(case, "as given", guess.estimate(case)) for case in dict.fromkeys(cases)]
-    else:
-        planned = schedule.arrange(cases, guess, past.past(targets), switch=switch)
-    session = Session(
-        out,
-        Plan(plan, tuple(item.case for item in planned), budget, command),
-        subject=subject,
-        settings=settings,
-        on_record=on_record,
-        past=past,
-        server=server,
+    ahead, past = _look_ahead(
+        plan, cases, (), out, budget, spent=spent, subject=subject, settings=settings, command=command
     )
-    todo = [item.case for item in planned]
-    code = FAILED
+    session = Session(out, ahead, subject, settings, on_record, past=past, server=server)
+    return _execute(session, ahead.cases, frozenset(), on_start, report_every)
+
+
+def resume(
+    out: Path,
+    *,
+    budget: float | None = None,
+    spent: float = 0.0,
+    subject: Subject = INSTALLED,
+    settings: Settings = DEFAULTS,
+    command: str = "",
+    on_record: OnRecord | None = None,
+    on_start: OnStart | None = None,
+    report_every: float | None = None,
+    server: ForkServer | None = None,
+) -> Run:
+    """Go on with a run that was cut short: run its cases that have no result, and read all of it back.
+
+    Cases in whose midst the whole run was killed come last, and alone: should one of them be the reason, it costs
+    nothing but itself.
+
+    Args:
+        budget: seconds for what is left; None: as much as the run had.
+        subject: what `Run.plan.options` says; others: as of `run`.
+
+    Raises:
+        LogError: nothing can be gone on with; SetupError: as `run`.
+    """
+    before = records.read_run(out)
+    for path, target in before.plan.targets.items():
+        if (here := subject.target(path)) != target:
+            raise SetupError(f"cannot resume {out}: its cases ran {target}, and here is {here}")
+    suspects = {Case.parse(case) for case in before.suspects}
+    cases = [case for case in map(Case.parse, before.todo) if case not in suspects]
+    budget = before.plan.budget_seconds if budget is None else budget
+    last = sorted(suspects, key=lambda case: case.id)
+    ahead, past = _look_ahead(
+        before.plan.plan, cases, last, out, budget, spent=spent, subject=subject, settings=settings, command=command
+    )
+    session = Session(out, ahead, subject, settings, on_record, past=past, server=server, resume=True)
+    return _execute(session, ahead.cases, frozenset(suspects), on_start, report_every)
+
+
+def _look_ahead(
+    name: str,
+    cases: Sequence[Case],
+    last: Sequence[Case],
+    out: Path,
+    budget: float | None,
+    *,
+    spent: float,
+    subject: Subject,
+    settings: Settings,
+    command: str,
+) -> tuple[Plan, History]:
+    """The plan of a run: order, expected phases, forecast; and the history that they are from. `last` come last."""
+    past = history.read(out.parent, history.machine_here(settings.device), but=out)
+    cost = costs.Costs(past)
+    chosen = [*dict.fromkeys([*cases, *last])]
+    if budget is None:  # all of them will run: in the order in which somebody named them
+        ordered, why = chosen, dict[Case, str]()
+    else:
+        switch = 0.0 if forkserver.may_fork(settings.device) else costs.STARTUP
+        known = past.past({path: subject.target(path) for path in dict.fromkeys(case.path for case in chosen)})
+        planned = [item for part in (cases, last) for item in schedule.arrange(part, cost, known, switch=switch)]
+        ordered = [item.case for item in planned]
+        why = {item.case: item.reason for item in planned}
+    limit = Plan(name, tuple(ordered), budget).seconds(settings)
+    ahead = forecast.of(name, chosen, past, cost, budget=limit, now=datetime.now(timezone.utc))
+    plan = Plan(
+        name,
+        tuple(ordered),
+        budget,
+        command,
+        spent=spent,
+        why=why,
+        phases=asdict(schedule.phases(chosen, cost, provisioning=spent)),
+        forecast=records.Forecast(**ahead.plain()),
+    )
+    return plan, past
+
+
+def _execute(
+    session: Session,
+    cases: Sequence[Case],
+    alone: frozenset[Case],
+    on_start: OnStart | None,
+    report_every: float | None,
+) -> Run:
+    """Run all cases and end the session, however that ends."""
+    todo = [*cases]
+    reports = Periodic(session.directory, report_every)
     try:
         with contextlib.suppress(Interrupted, KeyboardInterrupt), session:
-            short = _loop(session, todo, on_start)
-            bad = short or not session.records or not all(map(records.expected, session.records))
-            code = FAILED if bad else OK
-            session.close("budget" if short else "complete", code)
+            short = _loop(session, todo, alone, on_start, reports)
+            session.close("budget" if short else "complete", FAILED if short else session.exit_code)
     finally:
         session.close("error", FAILED)
-    return records.read_run(out)
+        reports.close()
+    return records.read_run(session.directory)
 
 
-def _loop(session: Session, todo: list[Case], on_start: Callable[[Case, int, float | None], None] | None) -> bool:
+def _loop(
+    session: Session, todo: list[Case], alone: frozenset[Case], on_start: OnStart | None, reports: Periodic
+) -> bool:
     """Run what is to do, in order; True when the budget was too short. `todo` shrinks as cases get their records.
 
     A case that does not fit what is left does not end the run: shorter ones after it may.
@@ -816,40 +974,45 @@ def _loop(session: Session, todo: list[Case], on_start: Callable[[Case, int, flo
     ran = 0
     try:
         while todo:
+            reports.poll()
             judging = sum(session.costs.estimate(flight.case).judge for flight in session.flights)
             place = schedule.next_fitting(
                 todo, session.costs, session.left - judging, 0.0, session.sets, first=session.started_sets == 0
             )
             if place is None:
                 session.catch_up()
-                _skip_all(session, todo, "")
+                _skip_all(session, todo, "", "budget")
                 return True
             case = todo.pop(place)
             ran += 1
             if on_start:
                 rest = session.costs.share * sum(session.costs.estimate(c).expected for c in todo)
                 on_start(case, ran, rest)
-            session.advance(case)
+            if case in alone:
+                session.catch_up()
+                session.run(case)
+            else:
+                session.advance(case)
         session.catch_up()
     except (Interrupted, KeyboardInterrupt):
-        _skip_all(session, todo, "interrupted before this case began")
+        _skip_all(session, todo, "interrupted before this case began", "interrupted")
         raise
     except SetupError as error:
         with contextlib.suppress(LogError):
-            _skip_all(session, todo, f"the run was stopped: {error}")
+            _skip_all(session, todo, f"the run was stopped: {error}", "error")
         raise
     return False
 
 
-def _skip_all(session: Session, todo: list[Case], reason: str) -> None:
-    """Records of cases that are not run; without a reason it is the budget."""
+def _skip_all(session: Session, todo: list[Case], text: str, reason: Reason) -> None:
+    """Records of cases that are not run; without a text it says what is left of the budget."""
     while todo:
         case = todo[0]
-        why = reason or (
+        why = text or (
             f"budget of {session.budget:.0f} s: {max(session.left, 0):.1f} s were left for cases, "
             f"and this one may take {session.costs.estimate(case).high:.1f} s"
         )
-        session.skip(case, "not_run", why)
+        session.skip(case, "not_run", why, reason)
         todo.pop(0)
 
 
@@ -933,6 +1096,11 @@ def _cause(outcome: Outcome) -> str:
     return f"{text}; {rest}"[: 2 * EVIDENCE_LIMIT] if rest else text
 
 
+def _with_leftovers(found: dict[str, Any], left: Sequence[str]) -> dict[str, Any]:
+    """The fields of a record, its evidence with the processes that outlived their ranks."""
+    return found | {"evidence": "; ".join([found["evidence"], *left])} if left else found
+
+
 def _harmless(fault: str | None) -> bool:
     if fault is None:
         return False
@@ -975,4 +1143,4 @@ def _patch_line(trace: str, name: str) -> str | None:
     return found[-1] if found else None
 
 
-__all__ = ["Interrupted", "Patch", "Plan", "Session", "SetupError", "Subject", "interruptible", "run"]
+__all__ = ["Interrupted", "Patch", "Plan", "Session", "SetupError", "Subject", "interruptible", "resume", "run"]

@@ -31,7 +31,10 @@ def test_a_run_prints_progress_and_report(tmp_path):
     assert tiebench("report", "out dir", cwd=tmp_path).returncode == 0
     again = tiebench("run", "--out", "out dir", *ids, cwd=tmp_path)
     assert again.returncode == 2
-    assert again.stderr == "tiebench: --out out dir already holds a run: choose another one\n"
+    assert (
+        again.stderr
+        == "tiebench: --out out dir already holds a run: choose another one, or go on with it: --resume 'out dir'\n"
+    )
     same = tiebench("compare", "out dir", "out dir", "--output", "pr.md", cwd=tmp_path)
     assert same.returncode == 2, "a run compared with itself says nothing"
     assert "one and the same run" in (tmp_path / "pr.md").read_text()

@@ -21,13 +21,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from ci import plans, records, shards, supervisor
+from ci import plans, records, schedule, shards, supervisor
+from ci.costs import Costs
 from ci.records import EVENTS, LogError, read_run
 from ci.shards import Night, Store
 from ci.tests.conftest import ROOT, environment
 from suites.cases import Case
 
-CASES = tuple(Case("handwritten", layers=1, tp=1, seed=seed) for seed in range(3))
+SEEDS = [Case("handwritten", layers=1, tp=1, seed=seed) for seed in range(3)]
+CASES = tuple(item.case for item in schedule.arrange(SEEDS, Costs()))  # in the order in which a budget has them run
 RUN = "20260101T000000Z-test-1"
 pytestmark = pytest.mark.filterwarnings("ignore:The .* function is executing locally:UserWarning")
 
