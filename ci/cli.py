@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ci import periodic, plans, records, schedule, supervisor
-from ci.display import Display, Printer, discard, duration, prepare_output
+from ci.display import Display, Printer, discard, duration, prepare_output, process_age
 from ci.ranks import Settings, check_seconds
 from ci.supervisor import FAILED, OK, USAGE, Interrupted, Patch, SetupError, Subject
 from suites import cases as table
@@ -400,7 +400,7 @@ def run(  # noqa: PLR0917 - each is an option, given by name on the command line
     )
     if budget is None and not case and before is None:
         budget = plans.PLANS[plan or "smoke"].budget_seconds
-    told: dict[str, Any] = {"budget": budget, "spent": spent, "subject": subject, "settings": settings}
+    told: dict[str, Any] = {"budget": budget, "spent": spent + process_age(), "subject": subject, "settings": settings}
     told |= {"command": shlex.join(["tiebench", *_again(sys.argv[1:])]), "report_every": report_every or None}
     if before is None:
         whole = len(plans.PLANS[plan or "smoke"].cases)

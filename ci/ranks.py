@@ -119,7 +119,7 @@ class Outcome:
         timed_out: the limit was over before every rank had answered.
         phases: where each rank was or how it ended, for people.
         last: the phase that each rank told last.
-        hang: what was seen of ranks that did not answer in time.
+        hang: what was seen of ranks that did not answer in time, that died, or that lost the others.
         stacks: stacks of ranks that did not answer, and tracebacks of those that failed.
     """
 
@@ -497,7 +497,8 @@ class RankSet:
 
     def _outcome(self, begin: float, *, timed_out: bool) -> Outcome:
         self._bound_logs()
-        hang = None if all(r.answered for r in self.ranks) else self._look()
+        lost = any(r.death or not r.answered or (r.failed and is_secondary(r.failed)) for r in self.ranks)
+        hang = self._look() if lost else None
         stacks = {**self._stacks(hang), **hang.stacks} if hang else {}
         for rank in self.ranks:
             if rank.failed:

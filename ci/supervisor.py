@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from ci import channel as ch
-from ci import costs, forecast, forkserver, history, records, schedule
+from ci import costs, forecast, forkserver, hangs, history, records, schedule
 from ci.forkserver import ForkServer, ServerGone
 from ci.history import History
 from ci.judge import Judge, JudgeGone, Process, TooSlow
@@ -467,6 +468,19 @@ class Session:
         base |= {"started_at": None, "budget_seconds": None}
         return self._final(Record(**base, status=status, evidence=why, reason=reason))
 
+    def warm(self, case: Case) -> None:
+        """Start ranks for a case before anybody knows whether it fits the budget; what goes wrong, the case will say.
+
+        Raises:
+            SetupError: as `run`.
+        """
+        begin = time.monotonic()
+        limit = min(self.settings.startup_limit, self.left)
+        outcome = self._launch(case.world_size, limit).start(max(begin + limit - time.monotonic(), 0.0))
+        self.startup_seconds += time.monotonic() - begin
+        if not outcome.good:
+            self._drop(case.world_size)
+
     def fresh(self) -> None:
         """Stop all ranks: the next case starts a new set."""
         for ranks in self.sets.values():
@@ -773,6 +787,9 @@ class Session:
             evidence = f"{tie.evidence}; then {_cause(outcome)}"
             found |= {"verdict": "bug", "oracle": tie.oracle, "findings": (tie,), "evidence": evidence}
             return found | {"guesses": (BY_REPLACEMENT if "'sharded'" in tie.evidence else LOST,)}
+        if hang and (parted := _parted(outcome)):
+            evidence = f"{_cause(outcome)}; {parted.sentence}"
+            return found | {"verdict": "crash", "evidence": evidence, "collectives": hang.table(), "guesses": (HANG,)}
         return found | {"verdict": "crash", "evidence": _cause(outcome)}
 
     def _unwritable(self, error: OSError) -> SetupError:
@@ -971,16 +988,21 @@ def _loop(
 
     A case that does not fit what is left does not end the run: shorter ones after it may.
     """
-    ran = 0
+    ran, warmed = 0, set[int]()
     try:
         while todo:
             reports.poll()
             judging = sum(session.costs.estimate(flight.case).judge for flight in session.flights)
-            place = schedule.next_fitting(
-                todo, session.costs, session.left - judging, 0.0, session.sets, first=session.started_sets == 0
-            )
+            fitting = partial(schedule.next_fitting, todo, session.costs, session.left - judging, 0.0)
+            first = session.started_sets == 0
+            place = fitting(session.sets, first=first)
             if place is None:
                 session.catch_up()
+                hope = fitting({*session.sets, *warmed}, first=first, hopeful=True)
+                if hope is not None and todo[hope].world_size not in {*session.sets, *warmed}:
+                    warmed.add(todo[hope].world_size)  # once: it may be in vain
+                    session.warm(todo[hope])
+                    continue
                 _skip_all(session, todo, "", "budget")
                 return True
             case = todo.pop(place)
@@ -1078,6 +1100,16 @@ def _broken_tie(case: Case, outcome: Outcome) -> records.Finding | None:
         if found := broken_tie(case, rank, [Lifecycle(*event) for event in failed.lifecycle]):
             return records.Finding(oracle="tie", flagged=True, evidence=found)
     return None
+
+
+def _parted(outcome: Outcome) -> hangs.Difference | None:
+    """Where the ranks parted, if that explains their end: gloo ends processes whose calls do not fit together, and a
+    rank that waits for a call of one that has finished hears that the connection is closed."""
+    found = outcome.hang.first_difference if outcome.hang else None
+    if found is None or (outcome.deaths and found.missing):  # the dead issue nothing
+        return None
+    own = outcome.primary is not None and not is_secondary(outcome.primary[1])
+    return None if own else found
 
 
 def _cause(outcome: Outcome) -> str:

@@ -5,6 +5,7 @@ import hashlib
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 
@@ -115,6 +116,12 @@ def leaves(rank):
         dist.barrier()
 
 
+def daemon(rank):
+    if rank == 1:
+        subprocess.Popen(["sleep", "1234"], start_new_session=True)
+        raise ValueError("and goes")
+
+
 def stops(rank):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -160,6 +167,7 @@ WAYS = {
     seeds.SIZES: sizes,
     seeds.KINDS: kinds,
     seeds.LEAVES: leaves,
+    seeds.DAEMON: daemon,
     seeds.STOPS: stops,
     seeds.PYTHON_LOOP: python_loop,
     seeds.C_LOOP: c_loop,

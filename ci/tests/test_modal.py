@@ -396,7 +396,7 @@ def test_a_shard_that_left_nothing_is_not_run_and_not_green(modal_app, store, no
     assert "INCOMPLETE" in text
     assert "shard-2-of-2 left nothing" in text
     run = read_run(tmp_path / RUN / "report-01")
-    assert [r.status for r in run.records] == ["finished", "not_run", "finished"]
+    assert sorted(r.status for r in run.records) == ["finished", "finished", "not_run"]
     assert "left nothing" in run.end.message
     assert "shard-2-of-2 left nothing" in (tmp_path / RUN / "report-01" / "report.md").read_text()
 

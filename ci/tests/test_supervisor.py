@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ci import plans, records, schedule, supervisor
+from ci import plans, records, schedule, stacks, supervisor
 from ci.ranks import Settings
 from ci.records import EVENTS, EndRow, FinalRow, Finding, LogError, Record, StartedRow, read_run
 from ci.supervisor import Patch, Plan, Session, SetupError, Subject
@@ -82,6 +83,55 @@ def test_a_case_cut_off_by_the_budget_is_no_hang(session, monkeypatch):
     assert (record.status, record.verdict) == ("timeout", "inconclusive")
     assert "budget" in record.evidence
     assert record.budget_seconds == 3.0
+
+
+@pytest.mark.parametrize(
+    ("seed", "said", "guessed"),
+    [
+        (seeds.SWAPS, "rank 0: all_reduce #1 of 2144 float32 (sum); rank 1: all_gather #1 of 2144 float32", [27]),
+        (seeds.C_LOOP, "rank 1 runs native code", []),
+        (seeds.STOPS, "rank 1 is stopped (by a signal such as SIGSTOP, or a debugger)", []),
+    ],
+)
+def test_the_record_of_a_hang_names_it(session, seed, said, guessed):
+    if seed in (seeds.C_LOOP, seeds.STOPS) and stacks.find() is None:
+        pytest.skip("py-spy is not installed")
+    s = session(case_limit=6.0)
+    record = s.run(CLEAN.but(layers=2, seed=seed))
+    assert (record.status, record.verdict) == ("timeout", "hang"), record.evidence
+    assert said in record.evidence
+    assert [guess.bug_class for guess in record.guesses] == guessed
+    assert "rank 0:" in record.collectives
+    assert "rank 1:" in record.collectives
+    assert "first difference" in record.collectives
+    assert "misbehave.py" in record.stacks
+    assert s.run(CLEAN).verdict in records.GREEN, "the next case has ranks of its own"
+
+
+@pytest.mark.parametrize(
+    ("seed", "said"),
+    [
+        (seeds.SIZES, ["rank 1: all_reduce #1 of 2145 float32", "only the size differs"]),
+        (seeds.SKIPS, ["rank 1 never issued all_reduce #60 of 1 float32 (sum)", "Connection closed by peer"]),
+    ],
+)
+def test_the_record_of_ranks_that_gloo_ended_names_the_collective(session, seed, said):
+    record = session(case_limit=20.0).run(CLEAN.but(layers=2, seed=seed))
+    assert record.verdict == "crash", record.evidence
+    for text in said:
+        assert text in record.evidence
+    assert [guess.bug_class for guess in record.guesses] == [27]
+    assert "<- first difference" in record.collectives
+
+
+def test_a_process_that_outlives_its_rank_is_ended_and_named(session):
+    s = session(case_limit=20.0)
+    record = s.run(CLEAN.but(seed=seeds.DAEMON))
+    assert record.verdict == "crash"
+    found = re.search(r"process (\d+) \(sleep 1234\): started by a rank was ended", record.evidence)
+    assert found, record.evidence
+    if psutil.pid_exists(int(found[1])):
+        assert_gone([psutil.Process(int(found[1]))])
 
 
 def test_a_failure_of_this_program_costs_one_case(session):
