@@ -9,7 +9,7 @@ import torch
 
 from ci.ranks import Settings
 from ci.records import expected
-from ci.supervisor import Plan, Session
+from ci.session import Plan, Session
 from suites.cases import Case
 from suites.observe import RankObservation
 from suites.reference import ReferenceCache

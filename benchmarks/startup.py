@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from ci.records import expected
-from ci.supervisor import Plan, Session
+from ci.session import Plan, Session
 from suites.cases import Case
 
 CASE = Case("deepspeed", head="row", zero=2)

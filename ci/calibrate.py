@@ -23,12 +23,13 @@ from typing import Any
 import msgspec
 import torch
 
-from ci import plans, records, supervisor
+from ci import plans, records
 from ci.display import duration
 from ci.judge import observations
 from ci.ranks import Settings
 from ci.records import LogError, Record
-from ci.supervisor import Plan, Session
+from ci.session import Plan, Session
+from ci.subject import PACKAGE, version
 from suites import calibration
 from suites.calibration import Job, Result, Run
 from suites.cases import Case
@@ -141,13 +142,13 @@ def run(
         directory.mkdir(parents=True, exist_ok=True)
         number = 1 + sum(1 for _ in directory.glob("ranks*"))
         cases = tuple(dict.fromkeys(Case.parse(job.case) for job in todo))
-        version = supervisor.version()
+        here = version()
         session = _Session(directory / f"ranks{number}", Plan("calibration", cases), settings)
         torch.set_num_threads(1)  # the same sums on every machine, and no threads that wait for busy cores
         with open(directory / RUNS, "ab", buffering=0) as rows, session:
             for job in todo:
                 record = session.run(Case.parse(job.case), job.change or None)
-                found = _row(job, record, session, version)
+                found = _row(job, record, session, here)
                 rows.write(msgspec.json.encode(found) + b"\n")
                 on_run(found)
     except OSError as error:
@@ -197,7 +198,7 @@ def write(directory: Path, wanted: Sequence[Job]) -> Result:
     versions = sorted({found.tiebench for found in runs})
     about = {
         "schema": SCHEMA,
-        "date": supervisor.now(),
+        "date": records.now(),
         "tiebench": versions,
         "targets": targets,
         "runs": len(runs),
@@ -222,7 +223,7 @@ def _environment(directory: Path) -> Any:
 
 def installed(path: str) -> bool:
     """Whether a path's framework can be imported here."""
-    return importlib.util.find_spec(supervisor.PACKAGE.get(path, path)) is not None
+    return importlib.util.find_spec(PACKAGE.get(path, path)) is not None
 
 
 @dataclass

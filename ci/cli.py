@@ -23,8 +23,10 @@ from rich.table import Table
 
 from ci import periodic, plans, records, schedule, supervisor
 from ci.display import Display, Printer, discard, duration, prepare_output, process_age
+from ci.exit_codes import FAILED, INTERRUPTED, OK, USAGE
 from ci.ranks import Settings, check_seconds
-from ci.supervisor import FAILED, OK, USAGE, Interrupted, Patch, SetupError, Subject
+from ci.session import Interrupted
+from ci.subject import INSTALLED, PACKAGE, Patch, SetupError, Subject, version
 from suites import cases as table
 from suites.cases import Case, CaseError
 
@@ -103,7 +105,7 @@ def _seconds(param: typer.CallbackParam, value: float | None) -> float | None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"tiebench {supervisor.version()}")
+        print(f"tiebench {version()}")
         raise typer.Exit
 
 
@@ -243,7 +245,7 @@ def plan_command(
     limit = planned.budget_seconds if budget is None else budget
     known = past.read(Path(history or "runs"), past.machine_here())
     cost = costs.Costs(known)
-    targets = {case.path: supervisor.INSTALLED.target(case.path) for case in chosen}
+    targets = {case.path: INSTALLED.target(case.path) for case in chosen}
     ordered = schedule.arrange(chosen, cost, known.past(targets))
     slots = schedule.timetable(ordered, cost, limit)
     ahead = forecast.of(title, chosen, known, cost, budget=limit, now=datetime.now(timezone.utc))
@@ -534,7 +536,7 @@ def _check_tested(chosen: Sequence[Case]) -> None:
     """Refuse a target that no case would use: its name would stand over a report that says nothing of it."""
     from ci.targets import KINDS  # noqa: PLC0415
 
-    if not any(supervisor.PACKAGE.get(c.path, c.path) in KINDS for c in chosen):
+    if not any(PACKAGE.get(c.path, c.path) in KINDS for c in chosen):
         paths = ", ".join(dict.fromkeys(c.path for c in chosen))
         fail(f"--target is for {', '.join(KINDS)}, and no chosen case uses it (only path {paths}): leave it out")
 
@@ -836,7 +838,7 @@ def main() -> None:
         code = USAGE
     except (KeyboardInterrupt, Interrupted) as error:
         _say("interrupted")
-        code = 128 + error.number if isinstance(error, Interrupted) else supervisor.INTERRUPTED
+        code = 128 + error.number if isinstance(error, Interrupted) else INTERRUPTED
     except OSError as error:
         _say(f"{error.filename or 'cannot write the output'}: {error.strerror or error}")
         discard(1)  # what is left in the buffer has nowhere to go

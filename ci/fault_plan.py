@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ci import schedule
+from ci.exit_codes import FAILED, OK
 from ci.forkserver import ForkServer
 from ci.ranks import Settings
 from ci.records import Record
-from ci.supervisor import FAILED, OK, Plan, Session
+from ci.session import Plan, Session
 from suites.cases import Case
 from suites.faults import FAULTS, HARMLESS, Fault, fault_of
 from suites.verdict import EXPLAINS

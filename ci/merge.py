@@ -23,8 +23,9 @@ from typing import Any, Literal
 import msgspec
 
 from ci import environment, plans, records, schedule
+from ci.exit_codes import USAGE
 from ci.records import EndRow, FinalRow, LogError, Record, RecordLog, Run, RunRow, StartedRow, expected, read_run
-from ci.supervisor import PACKAGE, USAGE
+from ci.subject import PACKAGE
 
 RESULTS = ("finished", "timeout", "skipped")  # a case with one of these needs no further attempt
 MOST_PROBLEMS = 8  # in the end row's message

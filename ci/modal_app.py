@@ -28,8 +28,10 @@ from pathlib import Path
 
 import modal
 
-from ci import plans, records, schedule, shards, supervisor
+from ci import plans, records, schedule, shards
+from ci.exit_codes import USAGE
 from ci.shards import Collected, Night, Store
+from ci.subject import INSTALLED, version
 
 UNTRIED = "note: this app was tested with Modal's client only, not on Modal itself"
 MOUNT = "/tiebench-runs"
@@ -187,7 +189,7 @@ def build_image(config: Config) -> modal.Image:
         return image
     image = image.add_local_file(_SOURCE / "requirements.txt", _REQUIREMENTS, copy=True)
     image = image.run_commands(*IMAGE_COMMANDS).env(
-        {"DS_BUILD_OPS": "0", "PYTHONPATH": "/root", VERSION_VARIABLE: supervisor.version()}
+        {"DS_BUILD_OPS": "0", "PYTHONPATH": "/root", VERSION_VARIABLE: version()}
     )
     for room in ROOMS:  # reports has templates, which add_local_python_source would leave out
         image = image.add_local_dir(_SOURCE / room, f"/root/{room}", ignore=list(LEFT_OUT))
@@ -295,10 +297,10 @@ def plan_night(run_id: str, plan: str, gpu: str, count: int, target: str) -> Nig
         run_id=run_id,
         plan=plan,
         cases=tuple(case.id for case in chosen),
-        target=target or supervisor.INSTALLED.target("deepspeed"),
+        target=target or INSTALLED.target("deepspeed"),
         budget_seconds=CONFIG.shard_budget,  # the shards run at the same time
-        started_at=supervisor.now(),
-        tiebench=os.environ.get(VERSION_VARIABLE) or supervisor.version(),
+        started_at=records.now(),
+        tiebench=os.environ.get(VERSION_VARIABLE) or version(),
         command=shlex.join([*words, *options]),
         options=shlex.join(options),
     )
@@ -330,7 +332,7 @@ def main(plan: str = "smoke", gpu: str = CONFIG.gpu, shards: int = 1, target: st
         check_plan(plan, shards)
     except ConfigError as error:
         print(f"tiebench: {error}", file=sys.stderr)
-        sys.exit(supervisor.USAGE)
+        sys.exit(USAGE)
     count = int(gpu.partition(":")[2] or 1)
     larger = sum(case.world_size > count for case in plans.PLANS[plan].cases)
     if larger:

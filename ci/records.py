@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Literal
@@ -719,6 +719,11 @@ class _State:
             losses=dict(self.losses),
             starts=self.starts,
         )
+
+
+def now() -> str:
+    """The time in UTC, as rows have it (ISO 8601)."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 def instant(stamp: str | None) -> float | None:

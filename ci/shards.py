@@ -30,7 +30,7 @@ from ci import records, schedule, supervisor
 from ci.merge import merge_runs, results
 from ci.ranks import Settings
 from ci.records import LogError, RunRow
-from ci.supervisor import Subject
+from ci.subject import Subject
 from suites.cases import Case
 
 NIGHT = "night.json"

@@ -10,7 +10,8 @@ import torch
 
 from ci import schedule, targets
 from ci.plans import PLANS
-from ci.supervisor import Plan, Session, Subject
+from ci.session import Plan, Session
+from ci.subject import Subject
 from reports.write import write_report
 from suites.cases import Case
 

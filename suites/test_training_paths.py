@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from ci.records import expected
-from ci.supervisor import Session
+from ci.session import Session
 from suites.cases import Case
 
 

@@ -16,7 +16,8 @@ from ci import records
 from ci.forkserver import ForkServer, Options
 from ci.ranks import Settings, clean_environment, module_command
 from ci.records import RunRow
-from ci.supervisor import Patch, Plan, Session, Subject
+from ci.session import Plan, Session
+from ci.subject import Patch, Subject
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MISBEHAVE = Path(__file__).with_name("misbehave.py")

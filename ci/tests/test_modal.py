@@ -21,9 +21,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from ci import plans, records, schedule, shards, supervisor
+from ci import plans, records, schedule, shards
 from ci.costs import Costs
+from ci.exit_codes import USAGE
 from ci.records import EVENTS, LogError, read_run
+from ci.session import Flight, Session
 from ci.shards import Night, Store
 from ci.tests.conftest import ROOT, environment
 from suites.cases import Case
@@ -56,7 +58,7 @@ def night(cases: tuple[Case, ...] = CASES, count: int = 1, **changes: Any) -> Ni
         cases=tuple(case.id for case in cases),
         target="deepspeed==0",
         budget_seconds=300.0,
-        started_at=supervisor.now(),
+        started_at=records.now(),
         tiebench="0",
         command="modal run",
     )
@@ -90,13 +92,13 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     def replace(raising: dict[str, BaseException] | None = None) -> list[str]:
         ran: list[str] = []
 
-        def attempt(self: object, flight: supervisor.Flight) -> dict[str, Any]:
+        def attempt(self: object, flight: Flight) -> dict[str, Any]:
             ran.append(flight.case.id)
             if raising and flight.case.id in raising:
                 raise raising[flight.case.id]
             return {"status": "finished", "verdict": "exact", "wall_seconds": 0.1}
 
-        monkeypatch.setattr(supervisor.Session, "_attempt", attempt)
+        monkeypatch.setattr(Session, "_attempt", attempt)
         return ran
 
     return replace
@@ -253,7 +255,7 @@ def test_the_entrypoint_refuses_before_it_asks_for_anything(modal_app, capsys):
     for wrong in ({"gpu": "H300"}, {"plan": "weekly"}, {"shards": 999}):
         with pytest.raises(SystemExit) as caught:
             modal_app.main(**wrong)
-        assert caught.value.code == supervisor.USAGE
+        assert caught.value.code == USAGE
         error = capsys.readouterr().err
         assert error.startswith("tiebench: ")
         assert error.count("\n") == 1
@@ -365,9 +367,9 @@ def test_a_failing_commit_costs_nothing_and_rows_are_committed_as_they_come(no_r
     shards.begin(Store(tmp_path), RUN, night())
     said: list[str] = []
     ran = no_ranks()
-    slow = supervisor.Session.settle
+    slow = Session.settle
 
-    def settle(self: supervisor.Session, flight: supervisor.Flight) -> records.Record:
+    def settle(self: Session, flight: Flight) -> records.Record:
         record = slow(self, flight)
         deadline = time.monotonic() + 60
         while not seen or seen[-1] < 1 + 2 * len(ran):  # run row, then two rows a case
@@ -376,8 +378,8 @@ def test_a_failing_commit_costs_nothing_and_rows_are_committed_as_they_come(no_r
         return record
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervisor.Session, "settle", settle)
-        patch.setattr(supervisor.Session, "overlaps", lambda self, case: False)
+        patch.setattr(Session, "settle", settle)
+        patch.setattr(Session, "overlaps", lambda self, case: False)
         shards.run_shard(Store(tmp_path, commit), RUN, 1, commit_seconds=0.01, say=said.append)
     assert len(ran) == 3
     assert seen[-1] == 8, "the last commit has the end row"

@@ -6,8 +6,10 @@ import msgspec
 import pytest
 
 from ci import records
+from ci.exit_codes import FAILED, OK
 from ci.records import FinalRow, LogError, Record, RunRow, StartedRow, read_run
-from ci.supervisor import FAILED, OK, SetupError, Subject, resume, run
+from ci.subject import SetupError, Subject
+from ci.supervisor import resume, run
 from suites.cases import Case
 from suites.faults import FAULTS
 
@@ -107,7 +109,7 @@ def test_a_run_with_a_fault_goes_on_with_it(tmp_path, server):
 
 def test_another_build_is_refused(tmp_path, server, monkeypatch):
     killed_run(tmp_path / "r", ran=CASES[:1])
-    monkeypatch.setattr("ci.supervisor.importlib.metadata.version", lambda package: "1.0")
+    monkeypatch.setattr("ci.subject.importlib.metadata.version", lambda package: "1.0")
     before = (tmp_path / "r" / records.EVENTS).read_bytes()
     with pytest.raises(SetupError, match=r"its cases ran torch==.*, and here is torch==1\.0"):
         resume(tmp_path / "r", server=server)

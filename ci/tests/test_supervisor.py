@@ -15,10 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ci import plans, records, schedule, stacks, supervisor
+from ci import outcomes, plans, records, schedule, stacks, supervisor
 from ci.ranks import Settings
 from ci.records import EVENTS, EndRow, FinalRow, Finding, LogError, Record, StartedRow, read_run
-from ci.supervisor import Patch, Plan, Session, SetupError, Subject
+from ci.session import Plan, Session
+from ci.subject import Patch, SetupError, Subject
 from ci.targets import Target
 from ci.tests import misbehave_seeds as seeds
 from ci.tests.conftest import (
@@ -383,7 +384,7 @@ def test_a_fault_that_nobody_sees_and_a_slow_judge_are_told(session, monkeypatch
     assert record.evidence.startswith("fault dropped_copy was not caught; ")
     assert not records.expected(record)
 
-    slow = supervisor._annotated(right(wall_seconds=82.0, judge_seconds=76.0, budget_seconds=60.0, evidence="so"))
+    slow = outcomes.annotated(right(wall_seconds=82.0, judge_seconds=76.0, budget_seconds=60.0, evidence="so"))
     assert slow.evidence == "took 82.0 s, 76.0 s of it judging: over its limit of 60 s; so"
     assert records.expected(slow)
 
