@@ -359,6 +359,9 @@ def run(  # noqa: PLR0917 - each is an option, given by name on the command line
             callback=_given,
         ),
     ] = None,
+    reference_cache: Annotated[
+        bool, typer.Option(help="Keep what the reference computes, for later cases and runs, in the cache.")
+    ] = True,
     report_every: Annotated[
         float, typer.Option(help="Seconds between two reports during the run; 0: none.", callback=_seconds)
     ] = periodic.INTERVAL,
@@ -398,6 +401,7 @@ def run(  # noqa: PLR0917 - each is an option, given by name on the command line
         device=device,
         case_limit=case_limit,
         startup_limit=startup_limit,
+        references=_references() if reference_cache else None,
         say=display.say,
     )
     if budget is None and not case and before is None:
@@ -430,6 +434,12 @@ def _again(words: Sequence[str]) -> list[str]:
         elif word.partition("=")[0] not in once or word in once:
             kept.append(word)
     return kept
+
+
+def _references() -> Path:
+    from ci.targets import cache_directory  # noqa: PLC0415
+
+    return cache_directory() / "references"
 
 
 def _begun(resume: str, others: Mapping[str, object]) -> records.Run:

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from suites.observe import RankObservation
     from suites.reference import ReferenceCache
 
-REFERENCES = "TIEBENCH_REFERENCES"  # directory of references kept between runs; empty: none are
-KEEP_REFERENCES = 2 * 2**30  # bytes of them on disk
+REFERENCES = "TIEBENCH_REFERENCES"  # variable: directory of references kept between runs; not set: none are
 CONNECT = 60.0  # seconds to connect to the supervisor
 _RowType = TypeVar("_RowType", bound=records.Row)
 
@@ -107,6 +106,12 @@ class Judged(ch.Message, frozen=True, tag="judged"):
         return {name: getattr(self, name) for name in self.__struct_fields__}
 
 
+class Note(ch.Message, frozen=True, tag="note"):
+    """One line for people; no answer to anything."""
+
+    text: str
+
+
 class Trouble(ch.Message, frozen=True, tag="trouble"):
     """Judging raised: a fault of this program."""
 
@@ -115,7 +120,7 @@ class Trouble(ch.Message, frozen=True, tag="trouble"):
 
 
 ToJudge = Task | RanAgain
-FromJudge = Hello | RunAgain | Judged | Trouble
+FromJudge = Hello | RunAgain | Judged | Note | Trouble
 
 
 Process = Child | subprocess.Popen[bytes]  # forked or spawned
@@ -128,10 +133,12 @@ class Judge:
 
     Args:
         launch: starts a judge's process with some environment variables.
+        references: directory of references kept between runs; None: none are.
+        say: hears what the judge has to tell people.
     """
 
-    def __init__(self, launch: Launch):
-        self._launch = launch
+    def __init__(self, launch: Launch, references: Path | None = None, say: Callable[[str], None] = print):
+        self._launch, self._references, self._say = launch, references, say
         self._process: Process | None = None
         self._channel: ch.Channel[FromJudge] | None = None
         self._events: list[FromJudge] = []
@@ -150,7 +157,8 @@ class Judge:
         token = secrets.token_hex(16)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             host, port = listener.getsockname()[:2]
-            self._process = self._launch({ch.CONTROL: f"{host}:{port}", ch.TOKEN: token})
+            kept = {REFERENCES: str(self._references)} if self._references else {}
+            self._process = self._launch({ch.CONTROL: f"{host}:{port}", ch.TOKEN: token, **kept})
             listener.settimeout(1.0)
             deadline = time.monotonic() + CONNECT
             while self._channel is None:
@@ -199,7 +207,7 @@ class Judge:
         assert self._channel
         try:
             if not self._events and select.select([self._channel.connection], [], [], 0.0)[0]:
-                self._events += self._channel.receive()
+                self._take_in(self._channel.receive())
         except ch.ChannelClosed:
             return True
         return bool(self._events) and not self.wants_ranks
@@ -245,10 +253,17 @@ class Judge:
                 self.close()
                 raise TooSlow(f"judging took over {limit:.0f} s and was ended")
             try:
-                self._events += self._channel.receive()
+                self._take_in(self._channel.receive())
             except ch.ChannelClosed:
                 raise self._gone() from None
         return self._events.pop(0)
+
+    def _take_in(self, events: Sequence[FromJudge]) -> None:
+        for event in events:
+            if isinstance(event, Note):
+                self._say(event.text)
+            else:
+                self._events.append(event)
 
     def _gone(self) -> JudgeGone:
         from ci.ranks import ended  # noqa: PLC0415
@@ -290,10 +305,13 @@ class _Bench:
 
     def __init__(self, control: ch.Channel[ToJudge]):
         from suites.reference import ReferenceCache  # noqa: PLC0415
+        from suites.reference_store import ReferenceStore  # noqa: PLC0415
 
         self.control = control
         self.waiting: list[ToJudge] = []
-        self.references: ReferenceCache = ReferenceCache()
+        kept = os.environ.get(REFERENCES)
+        store = ReferenceStore(Path(kept), say=lambda text: control.send(Note(text=text))) if kept else None
+        self.references: ReferenceCache = ReferenceCache(store=store)
 
     def serve(self) -> None:
         """Until the supervisor is gone."""

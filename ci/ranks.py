@@ -73,6 +73,7 @@ class Settings:
             fresh processes, "torchrun" on this machine, "external": by hand, anywhere.
         case_limit, startup_limit, judge_limit: seconds, above 0 and at most `LONGEST`.
         keep_observations: keep what the ranks saw of green cases too.
+        references: directory in which references are kept between runs; None: they are not.
     """
 
     launcher: Launcher = "fork"
@@ -85,6 +86,7 @@ class Settings:
     startup_limit: float = 300.0
     judge_limit: float = 300.0
     keep_observations: bool = False
+    references: Path | None = None
     say: Callable[[str], None] = field(default=print, compare=False)
 
     def __post_init__(self) -> None:

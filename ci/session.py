@@ -158,7 +158,7 @@ class Session:
         self.settled, self.unexpected = 0, 0  # records, and those that are not green or not of the plan
         self.startup_seconds = 0.0  # of all sets of ranks
         self.flights: list[Flight] = []
-        self.judge = Judge(self._launch_judge)
+        self.judge = Judge(self._launch_judge, self.settings.references, self.settings.say)
         self.limits_from_history = bool(past.here)
         self._count = self._earlier_sets = 0
         self.started_sets = 0
