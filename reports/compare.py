@@ -161,7 +161,7 @@ def _gaps(run: Run) -> tuple[str, ...]:
     if not run.records:
         gaps.append("the head's plan has no case")
     if run.end is None:
-        gaps.append("the head was killed, or is still going")
+        gaps.append("the head is still going" if run.running else "the head was killed")
     elif run.end.reason != "complete":
         gaps.append(f"the head ended early ({run.end.reason})" + (f": {run.end.message}" if run.end.message else ""))
     elif run.end.exit_code != 0 and all(map(as_expected, run.records)):
@@ -234,7 +234,8 @@ def _render(facts: _Facts, headline: str, step: str, code: int, cap: int) -> str
     if base.plan != head.plan:
         notes.append(f"base ran plan {base.plan}, head ran plan {head.plan}")
     if facts.base.run.end is None:
-        notes.append("the base was killed, or is still going: what it lacks cannot be compared")
+        what = "is still going" if facts.base.run.running else "was killed"
+        notes.append(f"the base {what}: what it lacks cannot be compared")
     parts = [
         MARKER,
         _first_line(headline, step, code),

@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ci.records import EVENTS, Record, over_budget
-from reports import explain, text
+from reports import course, explain, text
 from reports.columns import headroom
 from reports.explain import Group
 from reports.load import flatten
@@ -33,6 +33,8 @@ GROUP = {
     "inconclusive": "warn",
     "refused": "warn",
     "wrong environment": "warn",
+    "running": "warn",
+    "pending": "none",
 }
 MOST_STACK_CHARACTERS = 20_000
 # Strip plot, in SVG user units.
@@ -78,6 +80,8 @@ def render(summary: Summary) -> str:
         count=text.count,
         headroom=headroom,
         rerun=shown_rerun,
+        order=course.order,
+        total=len(summary.not_run) + sum(r.status == "lost" for r in summary.records),
         raw=str(summary.loaded.run.directory / EVENTS),
     )
 
@@ -107,7 +111,9 @@ def _failing(group: Group) -> dict[str, Any]:
         "dormant": explain.dormant(record.dormant),
         "findings": unsaid(record),
         "command": shown_rerun(record),
-        "stacks": (record.stacks or "")[:MOST_STACK_CHARACTERS],
+        "collectives": course.cut(record.collectives or "", MOST_STACK_CHARACTERS),
+        "stacks": course.cut(record.stacks or "", MOST_STACK_CHARACTERS),
+        "order": course.order(record),
     }
 
 

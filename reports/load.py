@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 import pandas as pd
 
-from ci.records import ENVIRONMENT, Run, read_run
+from ci import pieces
+from ci.pieces import Merge
+from ci.records import ENVIRONMENT, LogError, Run, read_run
 from reports.columns import DTYPES, columns_of
 
 
@@ -22,12 +24,14 @@ class Loaded:
             int) or NaN (float).
         environment: `environment.json`, empty where it is missing or damaged (then `notes` says so).
         notes: one line for everything that could not be read.
+        merge: what the run was merged from; None for a run of its own.
     """
 
     run: Run
     frame: pd.DataFrame
     environment: dict[str, Any]
     notes: tuple[str, ...]
+    merge: Merge | None = None
 
 
 def load(directory: Path) -> Loaded:
@@ -41,7 +45,12 @@ def load(directory: Path) -> Loaded:
     if run.torn:
         notes.append("the last line of events.jsonl is cut off: the run was killed while writing it")
     notes += [f"damaged, not counted: {line}" for line in run.damage]
-    return Loaded(run, frame_of(run), environment, tuple(notes))
+    merge = None
+    try:
+        merge = pieces.read(directory)
+    except LogError as error:
+        notes.append(str(error))
+    return Loaded(run, frame_of(run), environment, tuple(notes), merge)
 
 
 def tested(run: Run) -> str:

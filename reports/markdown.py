@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ci.records import EVENTS, Guess, Record
-from reports import explain
+from reports import course, explain
 from reports.columns import headroom
 from reports.explain import Group, Table
 from reports.load import flatten
@@ -15,7 +15,8 @@ from reports.text import number as plain
 
 MOST_STACK_CHARACTERS = 4000
 FOLD_FROM = 6  # not-run cases beyond this many are folded
-MARK = {"green": "✅", "red": "❌", "incomplete": "⚠️", "empty": "⚠️"}
+MOST_COLLECTIVES = 8000  # characters
+MARK = {"green": "✅", "red": "❌", "running": "⏳", "incomplete": "⚠️", "empty": "⚠️"}
 CASE_MARK = {
     "exact": "✅",
     "rounding": "✅",
@@ -24,6 +25,8 @@ CASE_MARK = {
     "refused": "⛔",
     "skipped": "⏭️",
     "not run": "⬜",
+    "running": "⏳",
+    "pending": "⬜",
 }
 
 
@@ -31,11 +34,13 @@ def render(summary: Summary) -> str:
     """The whole report; first line is verdict and next step."""
     parts = [
         f"{MARK[summary.state]} **{md(summary.headline)}.** Next: {md(summary.next_step)}.",
+        sentence(md(summary.course.standing)),
         md_block(summary.next_command, "sh") if summary.next_command else "",
         _facts(summary),
         _list([md(note) for note in summary.notes]),
         _failing(summary),
         _not_run(summary),
+        _budget(summary),
         _cleared(summary),
         _cases(summary),
         _headrooms(summary),
@@ -87,8 +92,11 @@ def _group(group: Group) -> str:
         _alike(others),
         _unseen(record),
     ]
+    if record.collectives:
+        block = md_block(course.cut(record.collectives, MOST_COLLECTIVES))
+        parts.append(_fold("Last collectives of each rank", block))
     if record.stacks:
-        parts.append(_fold("Stacks of the ranks", md_block(record.stacks[:MOST_STACK_CHARACTERS])))
+        parts.append(_fold("Stacks of the ranks", md_block(course.cut(record.stacks, MOST_STACK_CHARACTERS))))
     return "\n\n".join(filter(None, parts))
 
 
@@ -103,6 +111,7 @@ def _facts_of(record: Record) -> list[str]:
         *facts,
         f"fault {md_code(record.fault)}" if record.fault else "",
         f"patch {md_code(record.patch)}" if record.patch else "",
+        md(course.order(record)),
     ]
 
 
@@ -167,15 +176,30 @@ def _table(table: Table | None) -> str:
 
 
 def _not_run(summary: Summary) -> str:
-    if not summary.not_run:
+    """Cases without a result, by reason; the commands of those that never ran."""
+    if not summary.course.gaps:
         return ""
-    rows = [[md_code(r.case, table=True), md_code(rerun_command(r), table=True)] for r in summary.not_run]
-    table = md_table(["case", "run it alone"], rows)
-    reasons = {r.evidence for r in summary.not_run}
-    why = f"Reason: {md('; '.join(sorted(filter(None, reasons))))}." if any(reasons) else ""
-    title = f"{count(len(rows), 'case')} not run"
-    body = _fold(f"Show the {len(rows)} cases", table) if len(rows) > FOLD_FROM else table
-    return "\n\n".join(filter(None, [f"## {title}", why, body]))
+    many = sum(len(gap.records) for gap in summary.course.gaps)
+    parts = [f"## {count(many, 'case')} without a result"]
+    for gap in summary.course.gaps:
+        first, more = gap.first, len(gap.records) > 1
+        said = f"**{count(len(gap.records), 'case')} {md(gap.what)}**; {'first' if more else 'it is'} {md_code(first.case)}"
+        said += f": {md(gap.evidence)}" if gap.evidence else ""
+        parts.append(said + (f" ({md(course.order(first))})" if first.why else ""))
+        if first.status == "not_run":  # the others have a section of their own
+            rows = [[md_code(r.case, table=True), md_code(rerun_command(r), table=True)] for r in gap.records]
+            table = md_table(["case", "run it alone"], rows)
+            parts.append(_fold(f"Show {count(len(rows), 'case')}", table) if len(rows) > FOLD_FROM else table)
+    return "\n\n".join(parts)
+
+
+def _budget(summary: Summary) -> str:
+    """Planned and used time by phase, the forecast, and what the run is made of."""
+    how = summary.course
+    parts = [f"**Forecast**: {sentence(md(how.forecast))}" if how.forecast else "", _table(how.phases)]
+    parts += [_table(how.segments), _table(how.pieces)]
+    body = "\n\n".join(filter(None, parts))
+    return f"## Budget\n\n{sentence(md(summary.budget_line))}\n\n{body}" if body else ""
 
 
 def _wall(record: Record) -> str:

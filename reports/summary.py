@@ -11,12 +11,12 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Literal
 
 from ci.records import GREEN, Finding, Record, RunRow, over_budget
 from reports import explain
 from reports.columns import error_unit
+from reports.course import Course, course, progress, report_command, resumable, resume_command
 from reports.explain import Group, as_expected
 from reports.load import Loaded, tested
 from reports.text import MISSING, count, number, percent, seconds
@@ -37,6 +37,8 @@ SEVERITY = (
     "refused",
     "skipped",
     "not run",
+    "running",
+    "pending",
     "rounding",
     "exact",
 )
@@ -49,7 +51,8 @@ class Summary:
     """One run in short. All text is raw: each rendering escapes it.
 
     Args:
-        state: green, red (something ran and is not as expected), incomplete (a gap, but no bad result), empty.
+        state: green, red (something ran and is not as expected), running (still going, no bad result so far),
+            incomplete (a gap, but no bad result), empty.
         headline: verdict, one line.
         next_step: what to do now, one line.
         next_command: the command of the next step, None where there is none.
@@ -57,7 +60,8 @@ class Summary:
         failing: cases that are not as expected, worst first, those that were not run left out.
         groups: the same, those that fail alike together.
         green: cases that are as expected; cleared: those of them that only a higher precision made green.
-        not_run: planned cases that never began.
+        not_run: planned cases that never began, or have no result yet.
+        course: how the run went: killed, resumed, still going, its time by phase, its gaps by reason.
         pattern: what all failing cases share and no other case does, None where there is no such thing.
         elapsed_seconds: wall clock of the whole run, None where nothing tells.
         slowest, tightest: up to five cases with the longest wall clock, with the least headroom.
@@ -68,7 +72,7 @@ class Summary:
     """
 
     loaded: Loaded
-    state: Literal["green", "red", "incomplete", "empty"]
+    state: Literal["green", "red", "running", "incomplete", "empty"]
     headline: str
     next_step: str
     next_command: str | None
@@ -77,6 +81,7 @@ class Summary:
     groups: tuple[Group, ...]
     green: tuple[Record, ...]
     not_run: tuple[Record, ...]
+    course: Course
     pattern: str | None
     elapsed_seconds: float | None
     slowest: tuple[Record, ...]
@@ -108,8 +113,8 @@ class Summary:
 
     @property
     def budget_seconds(self) -> float:
-        """Time budget of the run."""
-        return self.plan.budget_seconds
+        """Time budget of the run, of all its parts together where it was resumed."""
+        return self.loaded.run.budget_seconds
 
     @property
     def budget_line(self) -> str:
@@ -132,6 +137,8 @@ def outcome(record: Record) -> str:
         return record.verdict or "no verdict"
     if record.status == "timeout":
         return record.verdict if record.verdict in ("hang", "crash") else "timeout"
+    if record.reason in ("running", "pending"):
+        return record.reason
     return record.status.replace("_", " ")
 
 
@@ -189,7 +196,8 @@ def summarize(loaded: Loaded) -> Summary:
     bad = sorted((r for r in records if not as_expected(r)), key=by_severity)
     failing = tuple(r for r in bad if r.status != "not_run")
     not_run = tuple(r for r in bad if r.status == "not_run")
-    notes = [*_oddities(loaded), *loaded.notes]
+    how = course(run, loaded.merge)
+    notes = [*how.warnings, *_oddities(loaded), *loaded.notes]
     whole = (
         run.end is not None
         and run.end.reason == "complete"
@@ -198,9 +206,11 @@ def summarize(loaded: Loaded) -> Summary:
         and not run.damage
     )
     if not records:
-        state: Literal["green", "red", "incomplete", "empty"] = "empty"
+        state: Literal["green", "red", "running", "incomplete", "empty"] = "empty"
     elif any(r.status != "lost" for r in failing):
         state = "red"
+    elif run.running:
+        state = "running"
     else:
         state = "incomplete" if bad or not whole else "green"
     pattern = _pattern(records)
@@ -220,8 +230,9 @@ def summarize(loaded: Loaded) -> Summary:
         groups=explain.grouped(failing),
         green=tuple(r for r in records if as_expected(r)),
         not_run=not_run,
+        course=how,
         pattern=pattern,
-        elapsed_seconds=_elapsed(loaded),
+        elapsed_seconds=run.seconds,
         slowest=tuple(timed[:5]),
         tightest=tuple(measured[:5]),
         blind=_blind(loaded, records),
@@ -250,19 +261,22 @@ def _headline(
     if state == "green":
         return f"GREEN: {_all(total)} as expected ({spelled})", NOTHING, None
     if state == "red":
-        bad = len(failing) + len(not_run)
+        bad = [r for r in (*failing, *not_run) if r.reason not in ("running", "pending")]
+        of = f"{count(sum(r.reason not in ('running', 'pending') for r in run.records), 'case')}"
         first = failing[0]
-        cut = ", and the run was killed or is still going" if run.end is None else ""
+        cut = ", and the run is still going" if run.running else ", and the run was killed" if run.killed else ""
         shared = f": all have {pattern}, no green case does" if pattern else ""
         return (
-            f"RED: {bad} of {count(total, 'case')} not as expected ({spelled}){shared}{cut}",
+            f"RED: {len(bad)} of {of}{' so far' if run.running else ''} not as expected ({spelled}){shared}{cut}",
             _step(first),
             shown_rerun(first),
         )
+    if run.running:
+        return f"RUNNING: {progress(run)} ({spelled})", "wait, then report on it once more", report_command(run)
     missing = len(failing) + len(not_run)
     lost = f" ({spelled})"
     if run.end is None:
-        why = "the run was killed, or is still going"
+        why = "the run was killed"
     elif run.end.reason == "complete" and not missing and not (run.torn or run.damage):
         why = f"the run ended with exit code {run.end.exit_code}" + (f": {run.end.message}" if run.end.message else "")
     elif run.end.reason == "complete":
@@ -279,13 +293,16 @@ def _headline(
         }
         why = said[run.end.reason] + (f": {run.end.message}" if run.end.message else "")
     if missing:
-        step = (
-            "run it again with a larger budget"
-            if run.end and run.end.reason == "budget"
-            else "run the missing cases again"
-        )
-        return f"INCOMPLETE: {missing} of {count(total, 'case')} without a result, {why}{lost}", step, again
-    return f"INCOMPLETE: no bad result among {count(total, 'case')}, but {why}{lost}", "run it again", again
+        text = f"INCOMPLETE: {missing} of {count(total, 'case')} without a result, {why}{lost}"
+        if resumable(run) and loaded.merge is None:
+            return text, "go on with what is left", resume_command(run)
+        larger = run.end is not None and run.end.reason == "budget"
+        return text, "run it again with a larger budget" if larger else "run the missing cases again", again
+    if resumable(run) and loaded.merge is None:
+        step, again = "go on with it: that writes its end", resume_command(run)
+    else:
+        step = "run it again"
+    return f"INCOMPLETE: no bad result among {count(total, 'case')}, but {why}{lost}", step, again
 
 
 def _all(total: int) -> str:
@@ -328,32 +345,6 @@ def _pattern(records: Sequence[Record]) -> str | None:
         if rest and not any(all(points[r.case].get(k) == v for k, v in rest.items()) for r in good):
             telling = rest
     return ", ".join(f"{k}={v}" for k, v in telling.items())
-
-
-def _elapsed(loaded: Loaded) -> float | None:
-    """From the run's first row to its last, or the sum of the cases where a time stamp is missing."""
-    run = loaded.run
-    begin = _time(run.plan.started_at)
-    if run.end is not None:
-        finish = _time(run.end.ended_at)
-        if begin is not None and finish is not None and finish >= begin:
-            return finish - begin
-    stamps = [(_time(r.started_at), r.wall_seconds or 0.0) for r in run.records]
-    ends = [
-        start + wall - begin for start, wall in stamps if start is not None and begin is not None and start >= begin
-    ]
-    if ends:
-        return max(ends)
-    walls = [r.wall_seconds for r in run.records if r.wall_seconds is not None]
-    return sum(walls) if walls else None
-
-
-def _time(stamp: str | None) -> float | None:
-    try:
-        parsed = datetime.fromisoformat((stamp or "").replace("Z", "+00:00"))
-        return parsed.timestamp() if parsed.tzinfo else None
-    except (ValueError, OverflowError):
-        return None
 
 
 def _blind(loaded: Loaded, records: Sequence[Record]) -> tuple[str, ...]:
@@ -421,11 +412,16 @@ def _dormant(green: Sequence[Record]) -> Iterator[str]:
 def _oddities(loaded: Loaded) -> list[str]:
     run = loaded.run
     notes: list[str] = []
-    if run.end is None:
-        notes.append("no end row: the run was killed, or is still going")
-    elif run.end.reason != "complete" or (run.end.exit_code != 0 and all(map(as_expected, run.records))):
-        message = f": {run.end.message}" if run.end.message else ""
+    if loaded.merge is not None:
+        notes += [*loaded.merge.problems, *loaded.merge.notes]
+    if run.end is not None and (
+        run.end.reason != "complete" or (run.end.exit_code != 0 and all(map(as_expected, run.records)))
+    ):
+        message = f": {run.end.message}" if run.end.message and loaded.merge is None else ""
         notes.append(f"the run ended with reason {run.end.reason}, exit code {run.end.exit_code}{message}")
+    builds = dict.fromkeys(segment.first.tiebench for segment in run.segments)
+    if len(builds) > 1:
+        notes.append(f"its parts were run by {len(builds)} versions of tiebench: {', '.join(builds)}")
     strangers = len(run.records) - len(run.plan.cases)
     if strangers > 0:
         notes.append(f"{count(strangers, 'case')} ran without being planned")
@@ -446,9 +442,9 @@ def _oddities(loaded: Loaded) -> list[str]:
     if late:
         names = ", ".join(r.case for r in late[:3]) + (" and others" if len(late) > 3 else "")
         notes.append(f"{count(len(late), 'case')} took longer than the case's own limit: {names}")
-    elapsed = _elapsed(loaded)
-    if elapsed is not None and run.plan.budget_seconds > 0 and elapsed > run.plan.budget_seconds:
-        notes.append(f"the run went over its budget by {percent(elapsed / run.plan.budget_seconds - 1)}")
+    used, budget = run.seconds, run.budget_seconds
+    if used is not None and budget > 0 and used > budget:
+        notes.append(f"the run went over its budget by {percent(used / budget - 1)}")
     again = [r for r in run.records if r.attempt > 1]
     if again:
         notes.append(f"{count(len(again), 'case')} needed more than one attempt; the last one counts")

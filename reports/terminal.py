@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ci.records import Record
-from reports import explain
+from reports import course, explain
 from reports.columns import headroom
 from reports.explain import Group
 from reports.summary import Summary, error_text, outcome, shown_rerun
@@ -25,6 +25,8 @@ STYLES = {
     "wrong environment": "bold yellow",
     "skipped": "yellow",
     "not run": "dim",
+    "running": "bold cyan",
+    "pending": "dim",
     "green": "bold green",
     "incomplete": "bold yellow",
 }
@@ -33,6 +35,7 @@ NARROW, MEDIUM, WIDE, VERY_WIDE = 72, 100, 130, 150  # columns of the terminal
 MOST_FAILING = 10
 MOST_EVIDENCE = 600  # characters; half of them under a diagnosis
 MOST_ALIKE = 3
+MOST_LINES = 14  # of a hang's collectives
 
 
 def print_report(summary: Summary, console: Console | None = None) -> None:
@@ -52,7 +55,10 @@ def print_report(summary: Summary, console: Console | None = None) -> None:
         console.print(Text(f"and {left} more, in report.md", style="dim"))
     console.print(Rule(style="dim"))
     console.print(Text(f"{clean(summary.headline)}. ", style=STYLES.get(summary.state, BAD)), soft_wrap=False)
+    if summary.course.standing:
+        console.print(Text(f"{clean(summary.course.standing)}.", style="bold"))
     console.print(Text(f"{clean(summary.plan.plan)} against {clean(summary.target)}, {summary.budget_line}"))
+    _budget(console, summary)
     if summary.verdict_cost:
         console.print(Text(summary.verdict_cost, style="dim"))
     if summary.exit_code:
@@ -83,11 +89,27 @@ def _failing(console: Console, group: Group) -> None:
         (_worst(record), ""),
         (evidence, "dim" if record.diagnosis else ""),
         (_alike(group), ""),
+        (course.order(record), "dim"),
     ]
     for text, style in lines:
         if text:
             console.print(Padding(Text(clean(text), style=style), (0, 0, 0, 2)))
+    for line in course.lines_of(record.collectives or "", MOST_LINES):
+        indent = min(len(line) - len(line.lstrip()), 4)
+        console.print(Padding(Text(clean(line), style="dim"), (0, 0, 0, 4 + indent)))
     console.print(Text(f"  {clean(shown_rerun(record))}", style="cyan"), soft_wrap=True)
+
+
+def _budget(console: Console, summary: Summary) -> None:
+    """Time by phase, forecast and gaps, a line each."""
+    how = summary.course
+    if how.phases:
+        told = [f"{name} {used} (planned {planned})" for name, planned, used, _ in how.phases.rows]
+        console.print(Text(clean(f"Time: {', '.join(told)}"), style="dim"))
+    if how.forecast:
+        console.print(Text(clean(how.forecast), style="dim"))
+    for gap in how.gaps:
+        console.print(Text(clean(gap.line)))
 
 
 def _worst(record: Record) -> str:
