@@ -1,17 +1,22 @@
-"""What a merged run directory says of the runs that it was made of: `pieces.json`, written by `ci.merge`.
+"""What a merged run directory says of the runs that it was made of: `pieces.json`, written by `ci.merge`; and the time
+that a run used, by phase.
 
 This module needs msgspec only: reports import it too.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from ci.records import Count, LogError, write_whole
+from ci.records import Count, LogError, Run, Segment, instant, write_whole
 
 PIECES = "pieces.json"
+GOING, KILLED = "still going", "killed"  # how a piece without an end row "ended"
 LARGEST = 16 * 2**20  # bytes that are read
 
 
@@ -22,7 +27,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
         name: of its directory, for people; plan: as its own first row has it.
         group: pieces of one group ran one after the other (attempts at one shard), those of several at the same time.
         seconds: that all its segments took together, None where nothing tells; budget_seconds: of all of them.
-        ended: reason of its end row; "killed", or "still going" when it was merged.
+        ended: reason of its end row; `KILLED`, or `GOING` when it was merged.
         cases: that it planned; results: of them; segments: 1, and 1 for each time that it was resumed.
         phases: used, in seconds.
     """
@@ -65,7 +70,7 @@ class Merge(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     @property
     def longest(self) -> tuple[str, float] | None:
         """The group that took longest; None where nothing tells."""
-        known = [(group, spent) for group, spent in self.groups.items() if spent is not None]
+        known = [(group, spent) for group, spent in self.groups.items() if spent is not None and math.isfinite(spent)]
         return max(known, key=lambda item: item[1], default=None)
 
     @property
@@ -73,6 +78,11 @@ class Merge(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
         """All pieces together; None where nothing tells."""
         known = [spent for spent in self.groups.values() if spent is not None]
         return sum(known) if known else None
+
+    @property
+    def going(self) -> bool:
+        """A piece was still going when it was merged."""
+        return any(piece.ended == GOING for piece in self.pieces)
 
     @property
     def text(self) -> str:
@@ -117,3 +127,23 @@ def read(directory: Path) -> Merge | None:
         raise LogError(f"{PIECES} cannot be read: {error.strerror or error}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise LogError(f"{PIECES} cannot be read: {error}") from None
+
+
+def used_phases(run: Run) -> dict[str, float]:
+    """Seconds by phase over all segments of a run; what a segment without an end used is from its records."""
+    used: dict[str, float] = defaultdict(float)
+    for segment in run.segments:
+        found = segment.end.phases if segment.end is not None else {}
+        for name, spent in (found or _from_records(segment)).items():
+            used[name] += spent
+    return dict(used)
+
+
+def _from_records(segment: Segment) -> Mapping[str, float]:
+    if segment.seconds is None or not segment.records:
+        return {}
+    startup = sum(max(record.startup_seconds or 0.0, 0.0) for record in segment.records)
+    begin = instant(segment.started_at)
+    first = min((at for record in segment.records if (at := instant(record.started_at)) is not None), default=None)
+    setup = max(first - begin, 0.0) if first is not None and begin is not None else 0.0
+    return {"setup": setup, "startup": startup, "cases": max(segment.seconds - startup - setup, 0.0)}

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timezone
 
-from ci.pieces import Merge
+from ci.pieces import Merge, used_phases
 from ci.records import RESULTS, SCHEMA, Forecast, Record, ResumedRow, Run, Segment, instant
 from reports.explain import Table
 from reports.text import MISSING, count, seconds
@@ -23,7 +23,7 @@ FULL = 0.9  # share of the budget from which on there is a warning
 SOON = 30  # days before the budget is hit from which on there is a warning
 MOST_OPEN = 3
 # (status, reason) -> what became of such a case, in the order in which they are told.
-GAPS = {
+GAPS: dict[tuple[str, str | None], str] = {
     ("not_run", "running"): "running now",
     ("not_run", "pending"): "still to come",
     ("lost", "given up"): "given up: the whole run was killed too often while it ran",
@@ -96,7 +96,7 @@ def course(run: Run, merge: Merge | None = None) -> Course:
     return Course(
         standing=_standing(run, merge),
         gaps=gaps(run.records),
-        phases=_phases(run),
+        phases=_phases(run, merge),
         segments=_segments(run),
         pieces=_pieces(merge),
         forecast=found.text if found else "",
@@ -216,16 +216,16 @@ def _pieces(merge: Merge | None) -> Table | None:
     return Table(head, tuple(rows), frozenset({3, 4, 6}), frozenset({0}))
 
 
-def _phases(run: Run) -> Table | None:
-    """Planned at the start, used in all segments together, and the share of the budget."""
+def _phases(run: Run, merge: Merge | None) -> Table | None:
+    """Planned at the start, used in all parts together, and the share of their budgets."""
     planned = run.plan.phases
-    used = _used(run)
+    used = used_phases(run)
     if not planned and not any(s.end is not None and s.end.phases for s in run.segments):
         return None  # an older log
     names = [*PHASES, *(n for n in (*planned, *used) if n not in PHASES and n != REPORT)]
     if REPORT in planned or REPORT in used:
         names.append(REPORT)
-    budget = run.budget_seconds
+    budget = sum(piece.budget_seconds for piece in merge.pieces) if merge is not None else run.budget_seconds
     rows = []
     for name in dict.fromkeys(names):
         if name in planned or name in used:
@@ -239,26 +239,6 @@ def _phases(run: Run) -> Table | None:
 def _row(name: str, planned: float | None, used: float | None, budget: float) -> tuple[str, ...]:
     share = f"{used / budget:.0%}" if used is not None and math.isfinite(used) and budget > 0 else MISSING
     return name, seconds(planned), seconds(used), share
-
-
-def _used(run: Run) -> Mapping[str, float]:
-    """Seconds by phase over all segments; what a segment without an end used is from its records."""
-    used: dict[str, float] = defaultdict(float)
-    for segment in run.segments:
-        found = segment.end.phases if segment.end is not None else {}
-        for name, spent in (found or _from_records(segment)).items():
-            used[name] += spent
-    return used
-
-
-def _from_records(segment: Segment) -> Mapping[str, float]:
-    if segment.seconds is None or not segment.records:
-        return {}
-    startup = sum(max(record.startup_seconds or 0.0, 0.0) for record in segment.records)
-    begin = instant(segment.started_at)
-    first = min((at for record in segment.records if (at := instant(record.started_at)) is not None), default=None)
-    setup = max(first - begin, 0.0) if first is not None and begin is not None else 0.0
-    return {"setup": setup, "startup": startup, "cases": max(segment.seconds - startup - setup, 0.0)}
 
 
 def _forecast(run: Run) -> Forecast | None:

@@ -183,7 +183,8 @@ def _not_run(summary: Summary) -> str:
     parts = [f"## {count(many, 'case')} without a result"]
     for gap in summary.course.gaps:
         first, more = gap.first, len(gap.records) > 1
-        said = f"**{count(len(gap.records), 'case')} {md(gap.what)}**; {'first' if more else 'it is'} {md_code(first.case)}"
+        said = f"**{count(len(gap.records), 'case')} {md(gap.what)}**; "
+        said += f"{'first' if more else 'it is'} {md_code(first.case)}"
         said += f": {md(gap.evidence)}" if gap.evidence else ""
         parts.append(said + (f" ({md(course.order(first))})" if first.why else ""))
         if first.status == "not_run":  # the others have a section of their own

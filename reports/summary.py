@@ -285,6 +285,8 @@ def _headline(
             if run.torn or run.damage
             else "cases have no result although the run ended by itself"
         )
+    elif loaded.merge is not None and run.end.message:
+        why = run.end.message
     else:
         said = {
             "budget": "the budget was used up",
@@ -296,6 +298,8 @@ def _headline(
         text = f"INCOMPLETE: {missing} of {count(total, 'case')} without a result, {why}{lost}"
         if resumable(run) and loaded.merge is None:
             return text, "go on with what is left", resume_command(run)
+        if loaded.merge is not None and loaded.merge.going:
+            return text, "wait for the pieces that are still going, then merge them once more", None
         larger = run.end is not None and run.end.reason == "budget"
         return text, "run it again with a larger budget" if larger else "run the missing cases again", again
     if resumable(run) and loaded.merge is None:
@@ -419,9 +423,9 @@ def _oddities(loaded: Loaded) -> list[str]:
     ):
         message = f": {run.end.message}" if run.end.message and loaded.merge is None else ""
         notes.append(f"the run ended with reason {run.end.reason}, exit code {run.end.exit_code}{message}")
-    builds = dict.fromkeys(segment.first.tiebench for segment in run.segments)
-    if len(builds) > 1:
-        notes.append(f"its parts were run by {len(builds)} versions of tiebench: {', '.join(builds)}")
+    versions = dict.fromkeys(segment.first.tiebench for segment in run.segments)
+    if len(versions) > 1:
+        notes.append(f"its parts were run by {len(versions)} versions of tiebench: {', '.join(versions)}")
     strangers = len(run.records) - len(run.plan.cases)
     if strangers > 0:
         notes.append(f"{count(strangers, 'case')} ran without being planned")
