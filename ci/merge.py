@@ -1,8 +1,8 @@
 """One run directory out of the pieces of a run: shards, and several attempts at one shard. Fails closed.
 
 Every planned case gets a record. A case that no piece finished becomes `lost` (a piece says that it started) or
-`not_run`; a piece that cannot be read, was damaged or tested something else, a shard that is missing, and pieces of
-several builds or versions of tiebench are named in the end row, and the merged run is then not green. Pieces may have
+`not_run`; a piece that cannot be read, was damaged or tested something else, a shard that is missing, and several
+builds of one path are named in the end row, and the merged run is then not green. Pieces may have
 been killed, resumed, or be still going. What earlier attempts at a case left stays in the merged log, before the record
 that counts. `pieces.json` says what the whole was merged from (`ci.pieces`).
 
@@ -125,8 +125,8 @@ def merge_runs(
     beyond = [name for name in history if name not in plan.cases]
     problems += [f"{beyond[0]} was run and is not in the plan{_and_more(beyond)}"] if beyond else []
     chosen = [record for name in [*plan.cases, *beyond] for record in _choose_all(name, history.get(name, []), plan)]
-    problems += [*_targets(chosen), *_versions(runs), *_disagreements(history)]
-    notes += [*_duplicates(runs), *_other_plans(runs, plan)]
+    problems += [*_targets(chosen), *_disagreements(history)]
+    notes += [*_duplicates(runs), *_other_plans(runs, plan), *_versions(runs)]
     unended = _unended(runs)
     notes += unended
     code = 0 if chosen and not problems and all(map(expected, chosen)) else 1
@@ -246,6 +246,7 @@ def _tried(record: Record) -> bool:
 
 
 def _versions(runs: Sequence[Run]) -> list[str]:
+    """Worth a look and no fault: a run may be resumed by another version too."""
     found: dict[str, list[str]] = defaultdict(list)
     for run in runs:
         for segment in run.segments:
