@@ -234,6 +234,32 @@ def test_several_faults_of_one_case_are_not_resumed(tmp_path):
         RecordLog.resume(written(tmp_path / "run", *rows), RESUMED)
 
 
+def test_a_result_stays_whatever_says_that_it_was_not_run(tmp_path):
+    """That is damage, and no reason to lose the result."""
+    run = read_run(written(tmp_path / "run", started(A), final(A), final(A, status="not_run", verdict=None)))
+    assert states(run)[0] == ("finished", None)
+    assert run.damage
+
+
+def test_a_case_that_was_left_out_and_is_then_killed_is_lost(tmp_path):
+    left_out = final(A, status="not_run", verdict=None, reason="budget")
+    run = read_run(resumed(written(tmp_path / "run", left_out, end("budget")), started(A)))
+    assert states(run)[0] == ("lost", "killed")
+
+
+def test_a_resumed_run_that_is_going_has_its_cases_before_it(tmp_path):
+    """What the budget left out the first time is now to come."""
+    left_out = [final(case, status="not_run", verdict=None, reason="budget") for case in (B, C, D)]
+    directory = written(tmp_path / "run", started(A), final(A), *left_out, end("budget"))
+    log, _ = RecordLog.resume(directory, RESUMED)
+    with log:
+        log.append(started(B))
+        assert states(read_run(directory)) == [
+            ("finished", None), ("not_run", "running"), ("not_run", "pending"), ("not_run", "pending"),
+        ]  # fmt: skip
+    assert states(read_run(directory))[2:] == [("not_run", "budget")] * 2
+
+
 # Kills
 
 
@@ -251,6 +277,14 @@ def test_a_case_that_was_open_at_too_many_kills_is_given_up(tmp_path):
         lost = found.records[1]
         assert (lost.status, lost.reason, lost.attempt) == ("lost", "given up", MOST_LOSSES)
     assert not read_run(directory).damage
+
+
+def test_a_run_that_still_ended_was_not_killed_by_its_open_case(tmp_path):
+    """A full disk, say: there is an end row and no result."""
+    directory = written(tmp_path / "run", started(A), end("error", exit_code=2))
+    for run in (read_run(directory), read_run(resumed(directory, started(B), final(B)))):
+        assert (run.losses, run.suspects) == ({}, ())
+        assert A in run.todo
 
 
 def test_two_cases_open_at_a_kill_are_both_lost(tmp_path):
