@@ -289,7 +289,7 @@ def _headline(
         why = run.end.message
     else:
         said = {
-            "budget": "the budget was used up",
+            "budget": "the budget was too short for the rest",
             "interrupted": "it was interrupted",
             "error": "it ended with an error",
         }
@@ -449,7 +449,7 @@ def _oddities(loaded: Loaded) -> list[str]:
     used, budget = run.seconds, run.budget_seconds
     if used is not None and budget > 0 and used > budget:
         notes.append(f"the run went over its budget by {percent(used / budget - 1)}")
-    again = [r for r in run.records if r.attempt > 1]
+    again = [r for r in run.records if r.attempt > 1 and r.status != "not_run"]
     if again:
         notes.append(f"{count(len(again), 'case')} needed more than one attempt; the last one counts")
     return notes
