@@ -13,6 +13,7 @@ from ci.session import Plan, Session
 from suites.cases import Case
 from suites.observe import RankObservation
 from suites.reference import ReferenceCache
+from suites.reference_store import ReferenceStore
 from suites.verdict import judge
 
 CASE = Case("handwritten", head="row", hidden=35, vocab=67)
@@ -36,13 +37,23 @@ class Judging:
     def setup(self, ranks: list[RankObservation]) -> None:
         """Warm the cache, and make sure that a right run is being judged."""
         torch.set_num_threads(1)
-        self.cache = ReferenceCache()
+        self.directory = tempfile.TemporaryDirectory()
+        self.store = Path(self.directory.name)
+        self.cache = ReferenceCache(store=ReferenceStore(self.store))
         if judge(CASE, ranks, self.cache).verdict not in FAULT_FREE:
             raise RuntimeError("the run to judge is not right")
+
+    def teardown(self, ranks: list[RankObservation]) -> None:
+        """Take the store away."""
+        self.directory.cleanup()
 
     def time_cold(self, ranks: list[RankObservation]) -> None:
         """With nothing cached."""
         judge(CASE, ranks)
+
+    def time_from_disk(self, ranks: list[RankObservation]) -> None:
+        """With the reference on disk, as in the first cases of another run."""
+        judge(CASE, ranks, ReferenceCache(store=ReferenceStore(self.store)))
 
     def time_cached(self, ranks: list[RankObservation]) -> None:
         """With the reference cached, as in a plan of many cases."""

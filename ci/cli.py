@@ -578,6 +578,8 @@ def _default_out(name: str) -> Path:
 def _check_out(directory: Path) -> None:
     """Refuse a directory that is in use before anything is installed; the record log checks again."""
     try:
+        if directory.is_dir() and records.is_stillborn(directory):
+            return
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             holds = (directory / records.EVENTS).is_file()
             what = "already holds a run" if holds else "is not an empty directory"

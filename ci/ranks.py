@@ -373,6 +373,11 @@ class RankSet:
             self._send(rank, ch.RunCase(case=case, observation=saved, fault=fault, trace=trace))
         return self._gather(limit)
 
+    def well(self) -> bool:
+        """Whether no rank has ended while the set was idle."""
+        self._poll(0.0)
+        return self.alive and not any(rank.death for rank in self.ranks)
+
     def _command(self, command: ch.Command, limit: float) -> Outcome:
         self._begin()
         for rank in self.ranks:

@@ -273,8 +273,9 @@ _encoder = msgspec.json.Encoder()
 class RecordLog:
     """Append-only writer of one run directory's `events.jsonl`, which it keeps locked until it is closed.
 
-    The directory is made if it is missing. A directory that holds anything already is refused: a run never mixes with
-    foreign files or with another run. `resume` goes on with a run that was cut short.
+    The directory is made if it is missing. A directory that holds anything already is refused (unless a run was killed
+    there before it wrote its first row): a run never mixes with foreign files or with another run. `resume` goes on
+    with a run that was cut short.
 
     Attributes:
         note: one line for people where the file system has no locks: nothing keeps a second run away; else empty.
@@ -287,15 +288,21 @@ class RecordLog:
         self.directory, self.note = directory, ""
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            if any(directory.iterdir()):
+            stillborn = is_stillborn(directory)
+            if any(directory.iterdir()) and not stillborn:
                 raise _taken(directory)
-            self._file = os.open(directory / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if stillborn else os.O_EXCL)
+            self._file = os.open(directory / EVENTS, flags, 0o644)
         except FileExistsError:
             raise _taken(directory) from None  # a second run that began at the same moment
         except OSError as error:
             raise LogError(f"cannot write to {directory}: {error.strerror or error}") from None
         with self._closed_on_error():
             self._lock()
+            if stillborn:
+                if not is_stillborn(directory):  # another run was quicker, and is over
+                    raise _taken(directory)
+                os.ftruncate(self._file, 0)
             self.append(msgspec.structs.replace(first, pid=first.pid or os.getpid()))
             _sync_directory(directory)
 
@@ -405,6 +412,15 @@ def _taken(directory: Path) -> LogError:
         pid = _read(directory, running=True).pid
         return LogError(f"{directory} is in use by a run that is still going{f' (pid {pid})' if pid else ''}")
     return LogError(f"{directory} is in use by a run that is just beginning")
+
+
+def is_stillborn(directory: Path) -> bool:
+    """Whether all that a directory holds is a record log without a whole row: a run was killed as it began.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return [path.name for path in directory.iterdir()] == [EVENTS] and b"\n" not in (directory / EVENTS).read_bytes()
 
 
 def in_use(directory: Path) -> bool:

@@ -166,6 +166,7 @@ class Session:
         self._attempts: dict[str, int] = {}
         self._in_judgement: Path | None = None  # observations that the judge has at this moment
         self._given, self._own = server, list[ForkServer]()
+        self._lost_servers = 0
         self._paths = tuple(sorted(dict.fromkeys(case.path for case in plan.cases), key=lambda path: path in PACKAGE))
         self._planned = {case.id for case in plan.cases}
         self._log = self._resume() if resume else self._new()
@@ -440,6 +441,8 @@ class Session:
         outcome = self._ready(case, limit)
         startup = time.monotonic() - begin if outcome is not None else 0.0
         common = {"startup_seconds": round(startup, 3)}
+        if outcome is not None and not outcome.good and self._server_is_gone():
+            return self._attempt(flight)
         if outcome is not None and not outcome.good:
             left = self._drop(case.world_size)
             what = f"the ranks did not come up within {limit:.0f} s"
@@ -447,7 +450,7 @@ class Session:
             return common | {"wall_seconds": 0.0} | outcomes.with_leftovers(bad, left)
         ranks = self.sets[case.world_size]
         try:
-            flight.directory.mkdir(parents=True)
+            flight.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise outcomes.unwritable(self.directory, error) from None
         wanted = self.settings.case_limit
@@ -457,6 +460,8 @@ class Session:
         with ranks.attending(self.judge.connection if self._in_judgement else None, self._hear_judge):
             outcome = ranks.run(case.id, flight.directory, flight.fault, limit)
         common["budget_seconds"] = limit
+        if not outcome.good and self._server_is_gone():
+            return self._attempt(flight)
         if not outcome.good:
             left = self._drop(case.world_size)
             what = f"no result within {limit:.0f} s"
@@ -471,6 +476,9 @@ class Session:
         begin = time.monotonic()
         outcome = None
         ranks = self.sets.get(case.world_size)
+        if ranks is not None and not ranks.well():  # somebody killed them meanwhile: no business of this case
+            self._drop(case.world_size)
+            ranks = None
         if ranks is None:
             ranks = self._launch(case.world_size, limit)
             outcome = ranks.start(begin + limit - time.monotonic())
@@ -505,7 +513,7 @@ class Session:
             ranks = self.sets[size] = RankSet(name, size, self.settings, self.directory, listener, servers=servers)
             try:
                 ranks.launch()
-            except ServerGone:  # whatever it died of, fresh processes can tell
+            except ServerGone:
                 self._drop_servers()
                 return self._launch(size, limit)
         except OSError as error:
@@ -532,12 +540,29 @@ class Session:
                 self._drop_servers()
         return self._own
 
+    def _server_is_gone(self) -> bool:
+        """Whether the fork server has ended, and all of its ranks with it: no business of any case, which is tried
+        again. What was left of the sets is cleared away then."""
+        servers = [self._given] if self._given else self._own
+        for server in servers:
+            server.pump(0.0)
+        if not any(server.gone for server in servers):
+            return False
+        self.settings.say("note: the fork server was lost, and its ranks with it; the case is tried again")
+        for size in list(self.sets):
+            self._drop(size)
+        self._drop_servers()
+        return True
+
     def _drop_servers(self) -> None:
-        """No fork server from now on: ranks are started as fresh processes."""
+        """The fork server is gone. A new one may come once; should that be lost too, ranks are fresh processes, which
+        can tell what it died of."""
         for server in self._own:
             server.close()
         self._own, self._given = [], None
-        self.settings = replace(self.settings, launcher="spawn")
+        self._lost_servers += 1
+        if self._lost_servers > 1:
+            self.settings = replace(self.settings, launcher="spawn")
 
     def _launch_judge(self, variables: Mapping[str, str]) -> Process:
         """Start the judge's process."""

@@ -208,6 +208,7 @@ class Worker:
         self.lifecycle = []
         if self.recorder:
             self.recorder.begin()
+        self.progress("begin")  # else what fails now would seem to fail where the last case ended
         with broken:
             observation = train.run_rank(case, self.device, self.progress, self.lifecycle, trace=command.trace)
         if case.path not in self.settled:
