@@ -20,7 +20,7 @@ def test_nothing_grows_over_cases_that_end_well_crash_and_hang():
 
 
 @pytest.mark.parametrize(
-    ("name", "step"), [("supervisor", 10.0), ("judge", 20.0), ("rank", 10.0), ("files", 2), ("threads", 1), ("shm", 1)]
+    ("name", "step"), [("supervisor", 10.0), ("judge", 30.0), ("rank", 10.0), ("files", 2), ("threads", 1), ("shm", 1)]
 )
 def test_growth_is_seen(name, step):
     def grown(number: int) -> Sample:
