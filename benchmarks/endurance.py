@@ -32,7 +32,7 @@ WARM_UP = 0.2  # part of the cases in which caches fill: what is measured then d
 MEMORY_GROWTH = 0.02  # MiB a case that each role may grow by
 MEMORY = ("supervisor", "server", "judge", "rank")  # MiB
 # By how much each may vary; the judge keeps references, up to a bound.
-ROOM = {**dict.fromkeys(MEMORY, 30.0), "judge": 80.0, "files": 3, "threads": 2, "processes": 0, "shm": 0}
+ROOM = {**dict.fromkeys(MEMORY, 30.0), "judge": 80.0, "files": 8, "threads": 6, "processes": 0, "shm": 0}
 MIB = 2**20
 
 QUICK = (
