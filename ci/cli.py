@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from enum import Enum
 from functools import partial
@@ -21,9 +21,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ci import periodic, plans, records, schedule, supervisor
+from ci import nodes, periodic, plans, records, schedule, supervisor
 from ci.display import Display, Printer, discard, duration, prepare_output, process_age
 from ci.exit_codes import FAILED, INTERRUPTED, OK, USAGE
+from ci.forkserver import may_fork
 from ci.ranks import Settings, check_seconds
 from ci.session import Interrupted
 from ci.subject import INSTALLED, PACKAGE, Patch, SetupError, Subject, version
@@ -382,19 +383,8 @@ def run(  # noqa: PLR0917 - each is an option, given by name on the command line
         name += f"-{shard.replace('/', 'of')}"
     if device not in ("auto", "cpu"):
         fail(f"--device {device}: one of auto, cpu")
-    applied = _patch(patch, before)
-    if fault is not None:
-        _check_fault(fault, chosen)
-    directory = before.directory if before else Path(out) if out is not None else _default_out(name)
-    if before is None:
-        _check_out(directory)
-    console = Printer(highlight=False)
     display = Display(len(chosen))
-    subject = Subject(patch=applied, fault=fault)
-    if target is not None:
-        subject = _install(target, subject, display)
-        if not shard and before is None and not any(map(subject.tests, chosen)):
-            fail(f"--target {target}: no chosen case tests {subject.build.distribution if subject.build else ''}")
+    subject = _subject(target, patch, fault, chosen, before=before, display=display, part=shard is not None)
     settings = Settings(
         launcher=launcher.value,
         host=host,
@@ -404,11 +394,15 @@ def run(  # noqa: PLR0917 - each is an option, given by name on the command line
         references=_references() if reference_cache else None,
         say=display.say,
     )
+    others = _other_nodes(settings, subject)
+    directory = before.directory if before else Path(out) if out is not None else _default_out(name)
     if budget is None and not case and before is None:
         budget = plans.PLANS[plan or "smoke"].budget_seconds
-    told: dict[str, Any] = {"budget": budget, "spent": spent + process_age(), "subject": subject, "settings": settings}
+    told: dict[str, Any] = {"budget": budget, "spent": spent + process_age(), "subject": subject, "nodes": others}
+    told["settings"] = replace(settings, host=others.host) if others else settings
     told |= {"command": shlex.join(["tiebench", *_again(sys.argv[1:])]), "report_every": report_every or None}
     if before is None:
+        _check_out(directory)
         whole = len(plans.PLANS[plan or "smoke"].cases)
         name += f" ({len(chosen)} of its {whole} cases)" if not case and len(chosen) < whole else ""
         what = f"{len(chosen)} case{'s' if len(chosen) > 1 else ''}, results in {directory}"
@@ -416,12 +410,62 @@ def run(  # noqa: PLR0917 - each is an option, given by name on the command line
     else:
         what = f"going on with {directory}: {len(chosen)} of {len(before.plan.cases)} cases have no result"
         task = partial(supervisor.resume, directory, **told)
-    with supervisor.interruptible(restore=False):
-        display.say(what)
-        code = _run(task, display)
-        supervisor.ignore_signals()  # a second SIGTERM must not cost the report
-        code = _report(directory, console, code)
-    raise typer.Exit(code)
+    display.say(what)
+    raise typer.Exit(_carry_out(task, directory, display, others))
+
+
+def _carry_out(task: Callable[..., records.Run], directory: Path, display: Display, others: nodes.Nodes | None) -> int:
+    """Run, report, and let the other nodes go; exit code."""
+    code = FAILED
+    try:
+        with supervisor.interruptible(restore=False):
+            code = _run(task, display)
+            supervisor.ignore_signals()  # a second SIGTERM must not cost the report
+            code = _report(directory, Printer(highlight=False), code)
+    finally:
+        if others:
+            others.close(code)
+    return code
+
+
+def _subject(
+    target: str | None,
+    patch: str | None,
+    fault: str | None,
+    chosen: Sequence[Case],
+    *,
+    before: records.Run | None,
+    display: Display,
+    part: bool,
+) -> Subject:
+    """What is to be tested, installed; `part`: the cases are those of a shard, which need not use the target."""
+    applied = _patch(patch, before)
+    if fault is not None:
+        _check_fault(fault, chosen)
+    subject = Subject(patch=applied, fault=fault)
+    if target is not None:
+        subject = _install(target, subject, display)
+        if not part and before is None and not any(map(subject.tests, chosen)):
+            fail(f"--target {target}: no chosen case tests {subject.build.distribution if subject.build else ''}")
+    return subject
+
+
+def _other_nodes(settings: Settings, subject: Subject) -> nodes.Nodes | None:
+    """The other machines, where torchrun has started a process on each. One that is not the first lends its ranks
+    until the run is over, and ends here."""
+    build = subject.build.directory if subject.build else None
+    try:
+        where = nodes.place()
+        if where is None:
+            return None
+        if settings.launcher != "fork" or not may_fork(settings.device):
+            raise SetupError("over several nodes ranks are forked: --launcher fork, and --device cpu where GPUs are")
+        if where.node:
+            raise typer.Exit(nodes.serve(where, build, settings.startup_limit, settings.say))
+    except SetupError as error:
+        fail(str(error))
+    host = where.host if settings.host == Settings().host else settings.host
+    return nodes.Nodes(where, host, build, settings.startup_limit, settings.say)
 
 
 def _again(words: Sequence[str]) -> list[str]:
@@ -590,8 +634,6 @@ def _check_out(directory: Path) -> None:
 
 
 def _install(requirement: str, subject: Subject, display: Display) -> Subject:
-    from dataclasses import replace  # noqa: PLC0415
-
     from ci import targets  # noqa: PLC0415
 
     try:

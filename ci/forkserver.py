@@ -122,6 +122,11 @@ class Child:
     pid: int = 0
     returncode: int | None = None
 
+    @property
+    def local(self) -> bool:
+        """Whether it runs on this machine, and its process id means something here."""
+        return self.server.process is not None
+
     def poll(self) -> int | None:
         """Exit code, or None while it runs."""
         if self.returncode is None:
@@ -200,6 +205,11 @@ class ForkServer:
         finally:
             theirs.close()
         return cls(ch.Channel(ours, FromServer), process, log=log)
+
+    @classmethod
+    def adopt(cls, connection: socket.socket) -> ForkServer:
+        """A server on another machine, at the other end of a connection."""
+        return cls(ch.Channel(connection, FromServer))
 
     def wait_ready(self, limit: float) -> bool:
         """Wait until everything is imported; False when the limit was over first.

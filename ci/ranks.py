@@ -303,6 +303,7 @@ class RankSet:
             node, local = divmod(rank.number, most)
             size = min(most, self.world_size - node * most)
             own = {"RANK": str(rank.number), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(size)}
+            own["GROUP_RANK"] = str(node)
             log = self.log(f"rank{rank.number}")
             rank.process = self.servers[node].fork("rank", environment | own, log, self.directory)
 
@@ -562,7 +563,7 @@ class RankSet:
 
     def _pids(self) -> set[int]:
         """Process ids of ranks that this process started, directly or through torchrun."""
-        pids = {r.process.pid for r in self.ranks if r.process and r.process.poll() is None}
+        pids = {process.pid for process in self._processes() if _is_local(process) and process.poll() is None}
         if self._launcher:
             with contextlib.suppress(psutil.Error):
                 pids |= {child.pid for child in psutil.Process(self._launcher.pid).children(recursive=True)}
@@ -617,7 +618,7 @@ class RankSet:
 
     def _end_leftovers(self) -> None:
         """End processes that ranks have started and that moved out of their groups, on this machine."""
-        sessions = {process.pid for process in self._processes()}
+        sessions = {process.pid for process in self._processes() if _is_local(process)}
         recorders = [self.recorder(rank.number) for rank in self.ranks]
         own = {rank.hello.pid for rank in self.ranks if rank.hello} | sessions
         found = [one for one in hangs.leftovers(self._mark, sessions, recorders) if one.pid not in own]
@@ -629,6 +630,10 @@ class RankSet:
         yield from (r.process for r in self.ranks if r.process)
         if self._launcher:
             yield self._launcher
+
+
+def _is_local(process: subprocess.Popen[bytes] | Child) -> bool:
+    return not isinstance(process, Child) or process.local
 
 
 _FOREIGN = {

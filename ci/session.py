@@ -24,6 +24,7 @@ from ci.exit_codes import FAILED, OK, USAGE
 from ci.forkserver import ForkServer, ServerGone
 from ci.history import History
 from ci.judge import Judge, JudgeGone, Process, TooSlow
+from ci.nodes import Nodes
 from ci.ranks import (
     Outcome,
     RankSet,
@@ -120,6 +121,7 @@ class Session:
         on_record: called with every record once it is on disk.
         past: what earlier runs say of the seconds that cases take.
         server: a fork server that is up, which the session uses and does not end; None: one of its own.
+        nodes: other machines that ranks are spread over; whoever made it closes it.
         resume: go on with the run that is in the directory; the plan's cases are what is left of it.
 
     Raises:
@@ -136,6 +138,7 @@ class Session:
         *,
         past: History = NO_HISTORY,
         server: ForkServer | None = None,
+        nodes: Nodes | None = None,
         resume: bool = False,
     ):
         self.directory, self.plan, self.subject = Path(directory), plan, subject
@@ -166,7 +169,7 @@ class Session:
         self._attempts: dict[str, int] = {}
         self._in_judgement: Path | None = None  # observations that the judge has at this moment
         self._given, self._own = server, list[ForkServer]()
-        self._lost_servers = 0
+        self._lost_servers, self._nodes = 0, nodes
         self._paths = tuple(sorted(dict.fromkeys(case.path for case in plan.cases), key=lambda path: path in PACKAGE))
         self._planned = {case.id for case in plan.cases}
         self._log = self._resume() if resume else self._new()
@@ -391,6 +394,8 @@ class Session:
         self.judge.close()
         for server in self._own:
             server.close()
+        if self._nodes:
+            self._nodes.release()
         with contextlib.suppress(LogError):  # a full disk: the rows that are there tell the rest
             self._log.append(
                 EndRow(
@@ -526,23 +531,29 @@ class Session:
             return ()
         if self._given:
             return [self._given]
+        target = str(self.settings.target.resolve()) if self.settings.target else None
+        options = forkserver.Options(target=target, paths=self._paths)
         if not self._own and forkserver.may_fork(self.settings.device):
-            target = str(self.settings.target.resolve()) if self.settings.target else None
             command, extra = module_command("ci.forkserver")
-            options = forkserver.Options(target=target, paths=self._paths)
             (self.directory / "logs").mkdir(exist_ok=True)
             log = self.directory.resolve() / "logs" / "forkserver.log"
             self._own.append(ForkServer.start(command, clean_environment() | extra, options, log))
+            if self._nodes:
+                self._nodes.gather(self.directory, options)  # they import while this one does
             try:
                 if not self._own[0].wait_ready(limit):
                     raise ServerGone("not ready")
             except ServerGone:
                 self._drop_servers()
+        if self._nodes and self._own:
+            return [*self._own, *self._nodes.gather(self.directory, options)]
         return self._own
 
     def _server_is_gone(self) -> bool:
         """Whether the fork server has ended, and all of its ranks with it: no business of any case, which is tried
         again. What was left of the sets is cleared away then."""
+        if self._nodes and (lost := self._nodes.lost()):
+            raise SetupError(f"{lost}; tiebench run --resume goes on")
         servers = [self._given] if self._given else self._own
         for server in servers:
             server.pump(0.0)

@@ -15,6 +15,7 @@ from ci import costs, forecast, forkserver, history, records, schedule
 from ci.exit_codes import FAILED
 from ci.forkserver import ForkServer
 from ci.history import History
+from ci.nodes import Nodes
 from ci.periodic import Periodic
 from ci.ranks import Settings
 from ci.records import LogError, Reason, Run
@@ -41,6 +42,7 @@ def run(
     on_start: OnStart | None = None,
     report_every: float | None = None,
     server: ForkServer | None = None,
+    nodes: Nodes | None = None,
 ) -> Run:
     """Run cases within a budget and read the result back.
 
@@ -53,7 +55,7 @@ def run(
         on_record: hears of every record once it is on disk.
         on_start: hears of every case before it starts.
         report_every: seconds between two reports while the run is going; None: none.
-        server: as of `Session`.
+        server, nodes: as of `Session`.
 
     Raises:
         LogError: the directory cannot be used.
@@ -62,7 +64,7 @@ def run(
     ahead, past = _look_ahead(
         plan, cases, (), out, budget, spent=spent, subject=subject, settings=settings, command=command
     )
-    session = Session(out, ahead, subject, settings, on_record, past=past, server=server)
+    session = Session(out, ahead, subject, settings, on_record, past=past, server=server, nodes=nodes)
     return _execute(session, ahead.cases, frozenset(), on_start, report_every)
 
 
@@ -78,6 +80,7 @@ def resume(
     on_start: OnStart | None = None,
     report_every: float | None = None,
     server: ForkServer | None = None,
+    nodes: Nodes | None = None,
 ) -> Run:
     """Go on with a run that was cut short: run its cases that have no result, and read all of it back.
 
@@ -102,7 +105,7 @@ def resume(
     ahead, past = _look_ahead(
         before.plan.plan, cases, last, out, budget, spent=spent, subject=subject, settings=settings, command=command
     )
-    session = Session(out, ahead, subject, settings, on_record, past=past, server=server, resume=True)
+    session = Session(out, ahead, subject, settings, on_record, past=past, server=server, nodes=nodes, resume=True)
     return _execute(session, ahead.cases, frozenset(suspects), on_start, report_every)
 
 
