@@ -24,10 +24,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ci import environment, records
+from ci.pieces import PIECES
 from ci.records import CASE_ID, ENVIRONMENT, EVENTS, LogError, Run
 
 SUMMARY = "history.json"
-VERSION = 1  # of the summary's form
+VERSION = 2  # of the summary's form
 NEWEST = 60  # runs that count
 LARGEST = 256 * 2**20  # bytes of a file that is read at all
 LONGEST_ID = 1000  # characters of a case id
@@ -71,8 +72,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Args:
         size, mtime_ns: of the `events.jsonl` that this was derived from.
-        wall_seconds: from the first row to the end row, or to the last thing that a killed run wrote; None where the
-            clock went backwards.
+        wall_seconds: of the run's own, all its parts together where it was resumed, or to the last thing that a killed
+            run wrote; None where nothing tells, and of merged runs.
         end: why it ended; None where it was killed.
         machine: class of the machine; None where `environment.json` does not say.
         modified: with a fault or a patch.
@@ -312,15 +313,10 @@ def summarize(run: Run, machine: str | None, *, size: int = 0, mtime_ns: int = 0
         ValueError: it does not say when it started.
     """
     lines = tuple(_line(record) for record in run.records)
-    began = instant(run.plan.started_at)
-    if run.end:
-        ends = [(run.end.ended_at, 0.0)]
-    else:  # a case took its time after it started
-        ends = [(line.started_at, (line.ranks or 0.0) + (line.judge or 0.0)) for line in lines if line.started_at]
-    wall = None
-    with contextlib.suppress(ValueError, OverflowError, TypeError):  # a clock that nobody can read
-        passed = [(instant(text) - began).total_seconds() + seconds for text, seconds in ends]
-        wall = _seconds(max(passed)) if passed else None
+    instant(run.plan.started_at)
+    before = sum(s.end.phases.get("provisioning", 0.0) for s in run.segments if s.end)
+    merged = (run.directory / PIECES).exists()  # its parts ran at the same time, perhaps on several machines
+    wall = None if merged or run.seconds is None else _seconds(run.seconds - before)
     return RunSummary(
         version=VERSION,
         size=size,

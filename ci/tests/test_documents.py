@@ -23,6 +23,7 @@ EXIT_CODES = {
 # Commands that are not run here, and why.
 NOT_RUN = {
     "ci/test": "this test is part of it",
+    "torchrun ": "needs two machines; two agents on loopback are in test_nodes.py",
     "modal ": "needs an account; what it would run is tested in test_modal.py",
 }
 

@@ -11,8 +11,9 @@ import pytest
 
 from ci import history, records
 from ci.history import SUMMARY, read
+from ci.pieces import PIECES
 from ci.records import EVENTS
-from ci.supervisor import run
+from ci.supervisor import resume, run
 from ci.tests.earlier import HERE, environment, write_run
 from suites.cases import Case
 
@@ -171,3 +172,25 @@ def test_a_directory_that_cannot_be_written_is_read_all_the_same(tmp_path, monke
     monkeypatch.setattr(records, "write_whole", full)
     assert len(read(tmp_path, HERE).runs) == 1
     assert not (tmp_path / "1" / SUMMARY).exists()
+
+
+def test_a_merged_run_tells_of_cases_and_not_how_long_a_plan_takes(tmp_path):
+    write_run(tmp_path / "merged", {A: "rounding", B: "bug"}, days=1)
+    (tmp_path / "merged" / PIECES).write_text("{}")
+    found = read(tmp_path, HERE)
+    assert found.runs[0].wall_seconds is None
+    assert found.past()[B.id].last.verdict == "bug"
+
+
+def test_the_pause_before_a_resumed_run_goes_on_and_what_came_before_it_do_not_count(tmp_path):
+    run([ALONE], tmp_path / "runs" / "one", budget=0.0)
+    time.sleep(2.0)
+    whole = resume(tmp_path / "runs" / "one", budget=100.0, spent=50.0)
+    assert whole.end.reason == "complete"
+    (summary,) = read(tmp_path / "runs", HERE).runs
+    assert summary.wall_seconds == pytest.approx(whole.seconds - 50.0)
+    assert 0 < summary.wall_seconds < (summary_end(whole) - summary.began).total_seconds() - 1.5
+
+
+def summary_end(whole):
+    return history.instant(whole.end.ended_at)
