@@ -10,12 +10,13 @@ import signal
 import subprocess
 import time
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import psutil
 import pytest
 
-from ci import outcomes, plans, records, schedule, stacks, supervisor
+from ci import history, outcomes, plans, records, schedule, stacks, supervisor
 from ci.ranks import Settings
 from ci.records import EVENTS, EndRow, FinalRow, Finding, LogError, Record, StartedRow, read_run
 from ci.session import Plan, Session
@@ -490,3 +491,32 @@ def test_smoke_covers_what_it_must():
     for wanted in ({"dp": 2}, {"head": "gathered"}, {"optimizer": "adamw"}, {"dtype": "float64"}, {"zero": 3}):
         assert any(all(getattr(c, k) == v for k, v in wanted.items()) for c in cases), wanted
     assert sum(c.world_size > 2 for c in cases) <= 2, "sets of four ranks are dear on two cores"
+
+
+def test_a_clock_that_jumps_changes_nothing_but_time_stamps(tmp_path, server, monkeypatch):
+    jumps = iter([0, 86400 * 400, -86400 * 400, 3600, -7200] * 20)
+
+    def jumping() -> str:
+        return (datetime(2026, 3, 1, tzinfo=timezone.utc) + timedelta(seconds=next(jumps))).isoformat()
+
+    monkeypatch.setattr(records, "now", jumping)
+    run = supervisor.run(
+        [ALONE, CLEAN, ALONE.but(seed=1)], tmp_path / "runs" / "a", settings=CPU, budget=200, server=server
+    )
+    assert (run.end.reason, run.end.exit_code) == ("complete", 0)
+    assert {r.verdict for r in run.records} == {"rounding"}
+    assert 0 < run.seconds < 100
+    assert summarize(load(run.directory)).exit_code == 0
+    (seen,) = history.read(tmp_path / "runs", history.machine_here("cpu")).runs
+    assert 0 < seen.wall_seconds < 100
+
+
+def test_a_second_run_in_the_same_directory_is_refused_while_the_first_one_is_going(tmp_path):
+    first = start_run(tmp_path, ALONE.id, CLEAN.id, patched=False)
+    wait_until(lambda: bool(rows(tmp_path / "run")), "the first row")
+    for words in (("--out", "run", "--case", ALONE.id), ("--resume", "run")):
+        second = tiebench("run", *words, "--device", "cpu", cwd=tmp_path)
+        assert second.returncode == 2, second.stdout
+        assert ("is still going" if words[0] == "--resume" else "already holds a run") in second.stderr
+    assert first.wait(120) == 0
+    assert [r.verdict for r in read_run(tmp_path / "run").records] == ["rounding", "rounding"]
