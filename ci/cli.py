@@ -5,42 +5,49 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
-from enum import Enum
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ci import nodes, periodic, plans, records, schedule, supervisor
-from ci.display import Display, Printer, discard, duration, prepare_output, process_age
+from ci import plans, records, schedule, supervisor
+from ci.display import Printer, discard, duration, prepare_output
 from ci.exit_codes import FAILED, INTERRUPTED, OK, USAGE
-from ci.forkserver import may_fork
-from ci.ranks import Settings, check_seconds
+from ci.options import (
+    EXIT_CODES,
+    FlatFormat,
+    Format,
+    check_out,
+    default_out,
+    fail,
+    fault_named,
+    given,
+    part_of,
+    plan_of,
+    report_on,
+    say,
+    seconds,
+    some,
+)
+from ci.ranks import Settings
+from ci.run_command import run
 from ci.session import Interrupted
-from ci.subject import INSTALLED, PACKAGE, Patch, SetupError, Subject, version
+from ci.subject import INSTALLED, SetupError, version
 from suites import cases as table
-from suites.cases import Case, CaseError
+from suites.cases import Case
 
 if TYPE_CHECKING:
     from ci.fault_plan import Row as FaultRow
     from ci.schedule import Phases, Slot
     from suites.calibration import Result as CalibrationResult
-    from suites.faults import Fault
 
-EXIT_CODES = (
-    "Exit codes: 0 all as expected; 1 something failed, is missing or was not run; 2 usage or set-up; "
-    "130 interrupted by Ctrl-C, 143 by SIGTERM (the report is written all the same)."
-)
 
 app = typer.Typer(
     name="tiebench",
@@ -50,58 +57,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-class Format(str, Enum):
-    """How `list` prints."""
-
-    table = "table"
-    json = "json"
-
-
-class FlatFormat(str, Enum):
-    """How `records` prints."""
-
-    csv = "csv"
-    json = "json"
-
-
-class Launcher(str, Enum):
-    """Where the ranks come from."""
-
-    fork = "fork"
-    spawn = "spawn"
-    torchrun = "torchrun"
-    external = "external"
-
-
-def fail(message: str) -> NoReturn:
-    """End with exit code 2 after one line."""
-    _say(message)
-    raise typer.Exit(USAGE)
-
-
-def _given(param: typer.CallbackParam, value: str | None) -> str | None:
-    """An option's text: an empty one, as an unset variable of a script leaves it, is no way to leave the option out."""
-    if value is not None and not value.strip():
-        fail(f"{param.opts[0]} is empty: give a value, or leave the option out")
-    return value
-
-
-def _some(param: typer.CallbackParam, values: list[str] | None) -> list[str] | None:
-    for value in values or ():
-        _given(param, value)
-    return values
-
-
-def _seconds(param: typer.CallbackParam, value: float | None) -> float | None:
-    """A limit in seconds: JSON and timers know no infinity."""
-    if value is None:
-        return None
-    try:
-        return check_seconds(param.opts[0], value, 0.0 if param.name in ("budget", "spent", "report_every") else 0.1)
-    except ValueError as error:
-        fail(str(error))
 
 
 def _show_version(wanted: bool) -> None:
@@ -131,7 +86,7 @@ def list_command(
     form: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
 ) -> None:
     """List a plan's cases, or explain what cases are made of."""
-    found = _explained() if explain else _listed(_plan(plan))
+    found = _explained() if explain else _listed(plan_of(plan))
     if form is Format.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
     elif explain:
@@ -139,12 +94,6 @@ def list_command(
     else:
         for case in found["cases"]:
             print(case["id"])
-
-
-def _plan(name: str) -> plans.Plan:
-    if name not in plans.PLANS:
-        fail(f"unknown plan {name!r}; one of {', '.join(plans.PLANS)}")
-    return plans.PLANS[name]
 
 
 def _listed(plan: plans.Plan) -> dict[str, Any]:
@@ -221,24 +170,24 @@ def _print_explained(found: dict[str, Any]) -> None:
 def plan_command(
     name: Annotated[str, typer.Argument(help="Plan to look ahead at.", show_default=False)],
     budget: Annotated[
-        float | None, typer.Option(help="Seconds for everything (default: the plan's).", callback=_seconds)
+        float | None, typer.Option(help="Seconds for everything (default: the plan's).", callback=seconds)
     ] = None,
     history: Annotated[
         str | None,
-        typer.Option(help="Directory of earlier runs (default: runs).", metavar="DIRECTORY", callback=_given),
+        typer.Option(help="Directory of earlier runs (default: runs).", metavar="DIRECTORY", callback=given),
     ] = None,
-    shard: Annotated[str | None, typer.Option(help="I/N: only the I-th of N equal parts.", callback=_given)] = None,
+    shard: Annotated[str | None, typer.Option(help="I/N: only the I-th of N equal parts.", callback=given)] = None,
     form: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
 ) -> None:
     """Say what a plan would run, in which order and why, until when, and what its budget would leave out."""
     from ci import costs, forecast  # noqa: PLC0415
     from ci import history as past  # noqa: PLC0415
 
-    planned = _plan(name)
+    planned = plan_of(name)
     chosen = list(planned.cases)
     title = name
     if shard is not None:
-        chosen = _part(chosen, shard)
+        chosen = part_of(chosen, shard)
         title += f"-{shard.replace('/', 'of')}"
         title += f" ({len(chosen)} of its {len(planned.cases)} cases)" if len(chosen) < len(planned.cases) else ""
     if history is not None and not Path(history).is_dir():
@@ -293,356 +242,7 @@ def _print_plan(slots: Sequence[Slot], phases: Phases, ahead: str, notes: Sequen
     console.print(ahead, markup=False, soft_wrap=True)
 
 
-# run
-
-
-@app.command(epilog=EXIT_CODES)
-def run(  # noqa: PLR0917 - each is an option, given by name on the command line
-    plan: Annotated[
-        str | None, typer.Option(help="Plan to run (smoke, unless --case is given).", callback=_given)
-    ] = None,
-    case: Annotated[
-        list[str] | None, typer.Option(help="Run this case; may be given several times.", callback=_some)
-    ] = None,
-    path: Annotated[
-        list[str] | None, typer.Option(help="Only cases of this path; may be given several times.", callback=_some)
-    ] = None,
-    k: Annotated[
-        str | None, typer.Option("-k", help="Only cases whose id contains this text.", callback=_given)
-    ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            help="Build to test: a pip requirement, git URL or directory (default: as installed).", callback=_given
-        ),
-    ] = None,
-    patch: Annotated[
-        str | None,
-        typer.Option(help="Python file that every rank runs before a model is built.", metavar="FILE", callback=_given),
-    ] = None,
-    fault: Annotated[
-        str | None,
-        typer.Option(
-            help="Bug (or harmless change) to put in on purpose, see `tiebench faults`: a bug's run is red, caught or "
-            "not.",
-            callback=_given,
-        ),
-    ] = None,
-    out: Annotated[
-        str | None,
-        typer.Option(
-            help="Run directory; must be empty (default: runs/<time>-<plan>).", metavar="DIRECTORY", callback=_given
-        ),
-    ] = None,
-    launcher: Annotated[Launcher, typer.Option(help="Where the ranks come from.")] = Launcher.fork,
-    host: Annotated[
-        str, typer.Option(help="Address that ranks connect to; for ranks on other machines.", callback=_given)
-    ] = "127.0.0.1",
-    device: Annotated[str, typer.Option(help="auto: CUDA and NCCL where there are enough GPUs; or cpu.")] = "auto",
-    case_limit: Annotated[
-        float, typer.Option(help="Seconds that a case may take on the ranks.", callback=_seconds)
-    ] = 60.0,
-    startup_limit: Annotated[
-        float, typer.Option(help="Seconds that a set of ranks may take to come up.", callback=_seconds)
-    ] = 300.0,
-    budget: Annotated[
-        float | None, typer.Option(help="Seconds for everything (default: the plan's).", callback=_seconds)
-    ] = None,
-    spent: Annotated[
-        float, typer.Option(help="Seconds of the budget that are gone already: set-up, say.", callback=_seconds)
-    ] = 0.0,
-    shard: Annotated[str | None, typer.Option(help="I/N: only the I-th of N equal parts.", callback=_given)] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            help="Go on with a run that was cut short: its cases without a result, with its target, patch and fault.",
-            metavar="DIRECTORY",
-            callback=_given,
-        ),
-    ] = None,
-    reference_cache: Annotated[
-        bool, typer.Option(help="Keep what the reference computes, for later cases and runs, in the cache.")
-    ] = True,
-    report_every: Annotated[
-        float, typer.Option(help="Seconds between two reports during the run; 0: none.", callback=_seconds)
-    ] = periodic.INTERVAL,
-) -> None:
-    """Run cases and report on them."""
-    before = None
-    if resume is not None:
-        chosen_by = {"--plan": plan, "--case": case, "--path": path, "-k": k, "--shard": shard, "--out": out}
-        before = _begun(resume, chosen_by | {"--target": target, "--patch": patch, "--fault": fault})
-        target, patch, fault = _subject_of(before)
-    chosen = list(map(Case.parse, before.todo)) if before else _choose(plan, case, path, k)
-    if target is not None:
-        _check_tested(chosen)
-    if shard is not None:
-        chosen = _part(chosen, shard)
-    name = before.plan.plan if before else plan or ("custom" if case else "smoke")
-    if shard:
-        name += f"-{shard.replace('/', 'of')}"
-    if device not in ("auto", "cpu"):
-        fail(f"--device {device}: one of auto, cpu")
-    display = Display(len(chosen))
-    subject = _subject(target, patch, fault, chosen, before=before, display=display, part=shard is not None)
-    settings = Settings(
-        launcher=launcher.value,
-        host=host,
-        device=device,
-        case_limit=case_limit,
-        startup_limit=startup_limit,
-        references=_references() if reference_cache else None,
-        say=display.say,
-    )
-    others = _other_nodes(settings, subject)
-    directory = before.directory if before else Path(out) if out is not None else _default_out(name)
-    if budget is None and not case and before is None:
-        budget = plans.PLANS[plan or "smoke"].budget_seconds
-    told: dict[str, Any] = {"budget": budget, "spent": spent + process_age(), "subject": subject, "nodes": others}
-    told["settings"] = replace(settings, host=others.host) if others else settings
-    told |= {"command": shlex.join(["tiebench", *_again(sys.argv[1:])]), "report_every": report_every or None}
-    if before is None:
-        _check_out(directory)
-        whole = len(plans.PLANS[plan or "smoke"].cases)
-        name += f" ({len(chosen)} of its {whole} cases)" if not case and len(chosen) < whole else ""
-        what = f"{len(chosen)} case{'s' if len(chosen) > 1 else ''}, results in {directory}"
-        task = partial(supervisor.run, chosen, directory, plan=name, **told)
-    else:
-        what = f"going on with {directory}: {len(chosen)} of {len(before.plan.cases)} cases have no result"
-        task = partial(supervisor.resume, directory, **told)
-    display.say(what)
-    raise typer.Exit(_carry_out(task, directory, display, others))
-
-
-def _carry_out(task: Callable[..., records.Run], directory: Path, display: Display, others: nodes.Nodes | None) -> int:
-    """Run, report, and let the other nodes go; exit code."""
-    code = FAILED
-    try:
-        with supervisor.interruptible(restore=False):
-            code = _run(task, display)
-            supervisor.ignore_signals()  # a second SIGTERM must not cost the report
-            code = _report(directory, Printer(highlight=False), code)
-    finally:
-        if others:
-            others.close(code)
-    return code
-
-
-def _subject(
-    target: str | None,
-    patch: str | None,
-    fault: str | None,
-    chosen: Sequence[Case],
-    *,
-    before: records.Run | None,
-    display: Display,
-    part: bool,
-) -> Subject:
-    """What is to be tested, installed; `part`: the cases are those of a shard, which need not use the target."""
-    applied = _patch(patch, before)
-    if fault is not None:
-        _check_fault(fault, chosen)
-    subject = Subject(patch=applied, fault=fault)
-    if target is not None:
-        subject = _install(target, subject, display)
-        if not part and before is None and not any(map(subject.tests, chosen)):
-            fail(f"--target {target}: no chosen case tests {subject.build.distribution if subject.build else ''}")
-    return subject
-
-
-def _other_nodes(settings: Settings, subject: Subject) -> nodes.Nodes | None:
-    """The other machines, where torchrun has started a process on each. One that is not the first lends its ranks
-    until the run is over, and ends here."""
-    build = subject.build.directory if subject.build else None
-    try:
-        where = nodes.place()
-        if where is None:
-            return None
-        if settings.launcher != "fork" or not may_fork(settings.device):
-            raise SetupError("over several nodes ranks are forked: --launcher fork, and --device cpu where GPUs are")
-        if where.node:
-            raise typer.Exit(nodes.serve(where, build, settings.startup_limit, settings.say))
-    except SetupError as error:
-        fail(str(error))
-    host = where.host if settings.host == Settings().host else settings.host
-    return nodes.Nodes(where, host, build, settings.startup_limit, settings.say)
-
-
-def _again(words: Sequence[str]) -> list[str]:
-    """The words of this command without what holds for one run only."""
-    once = ("--out", "--spent")
-    kept: list[str] = []
-    for word in words:
-        if kept and kept[-1] in once:
-            kept.pop()
-        elif word.partition("=")[0] not in once or word in once:
-            kept.append(word)
-    return kept
-
-
-def _references() -> Path:
-    from ci.targets import cache_directory  # noqa: PLC0415
-
-    return cache_directory() / "references"
-
-
-def _begun(resume: str, others: Mapping[str, object]) -> records.Run:
-    """A run to go on with; ends the program with its report where nothing of it is left to be run.
-
-    Args:
-        others: options that cannot be given beside it, and their values.
-    """
-    for option, value in others.items():
-        if value is not None:
-            fail(f"--resume goes on with what was planned: leave {option} out")
-    directory = Path(resume)
-    try:
-        before = records.read_run(directory)
-    except records.LogError as error:
-        fail(f"--resume {directory}: {error}")
-    if before.end is not None and before.end.reason == "complete" and not before.todo:
-        _say(f"nothing to resume in {directory}: each of its {len(before.plan.cases)} cases has its result")
-        raise typer.Exit(_report(directory, Printer(highlight=False), before.end.exit_code))
-    return before
-
-
-def _subject_of(before: records.Run) -> tuple[str | None, str | None, str | None]:
-    """Target, patch and fault of a run, as the options of `tiebench run` are spelled."""
-    words = shlex.split(before.plan.options)
-    given = dict(zip(words[::2], words[1::2], strict=False))
-    return given.get("--target"), given.get("--patch"), given.get("--fault")
-
-
-def _patch(patch: str | None, before: records.Run | None) -> Patch | None:
-    """The patch to run with, which a run that is resumed has run with before."""
-    try:
-        applied = Patch.read(Path(patch)) if patch is not None else None
-    except SetupError as error:
-        fail(str(error))
-    names = {record.patch for record in before.records if record.patch} if before else set()
-    if applied and names - {applied.name}:
-        fail(f"--resume: {applied.path} has changed since its cases ran with it")
-    return applied
-
-
-def _run(task: Callable[..., records.Run], display: Display) -> int:
-    """Run the cases; exit code. A run that had to stop still gets its report, after the line that says why."""
-    try:
-        with display:
-            done = task(on_record=display.on_record, on_start=display.on_start)
-    except (SetupError, records.LogError) as error:
-        print(f"tiebench: {' '.join(str(error).split())}", file=sys.stderr)
-        return USAGE
-    return done.end.exit_code if done.end else FAILED
-
-
-def _report(directory: Path, console: Printer, code: int) -> int:
-    """Print and write the report; the exit code, which a report that cannot be written makes 2."""
-    from reports.load import load  # noqa: PLC0415
-    from reports.summary import summarize  # noqa: PLC0415
-    from reports.terminal import print_report  # noqa: PLC0415
-    from reports.write import write  # noqa: PLC0415
-
-    try:
-        summary = summarize(load(directory))
-        print_report(summary, console)  # first: it needs no disk
-        write(summary)
-        console.print(f"Report: {directory / 'report.md'}, {directory / 'report.html'}", markup=False, soft_wrap=True)
-    except records.LogError as error:
-        if code != USAGE:
-            print(f"tiebench: {error}", file=sys.stderr)
-        return USAGE
-    return code or summary.exit_code
-
-
-def _choose(plan: str | None, ids: Sequence[str] | None, paths: Sequence[str] | None, text: str | None) -> list[Case]:
-    """Cases that the options select, in the order in which they run."""
-    if plan and ids:
-        fail("--plan and --case exclude each other")
-    try:
-        chosen = [Case.parse(i) for i in ids] if ids else list(_plan(plan or "smoke").cases)
-    except CaseError as error:
-        fail(str(error))
-    for name in paths or ():
-        if name not in table.PATHS:
-            fail(f"unknown path {name!r}; one of {', '.join(table.PATHS)}")
-    kept = [c for c in dict.fromkeys(chosen) if (not paths or c.path in paths) and (text is None or text in c.id)]
-    if not kept:
-        fail("no case is left to run: the options --path and -k exclude all of them")
-    if ids and (gone := [c for c in chosen if c not in kept]):
-        fail(f"--case {gone[0].id} is excluded by {'--path' if paths and gone[0].path not in paths else '-k'}")
-    return kept
-
-
-def _part(chosen: list[Case], part: str) -> list[Case]:
-    """The cases of one shard."""
-    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", part)
-    if not found:
-        fail(f"--shard {part}: write it as I/N, for example 1/4")
-    try:
-        kept = schedule.shard(chosen, int(found[1]), int(found[2]))
-    except ValueError as error:
-        fail(f"--{error}")
-    return kept or fail(f"no case is left to run: --shard {part} of {len(chosen)} cases is empty")
-
-
-def _check_tested(chosen: Sequence[Case]) -> None:
-    """Refuse a target that no case would use: its name would stand over a report that says nothing of it."""
-    from ci.targets import KINDS  # noqa: PLC0415
-
-    if not any(PACKAGE.get(c.path, c.path) in KINDS for c in chosen):
-        paths = ", ".join(dict.fromkeys(c.path for c in chosen))
-        fail(f"--target is for {', '.join(KINDS)}, and no chosen case uses it (only path {paths}): leave it out")
-
-
-def _check_fault(name: str, chosen: Sequence[Case]) -> None:
-    fault = _fault(name)
-    if any(c.path != fault.path for c in chosen):
-        fail(f"--fault {name} is for path {fault.path} only: add --path {fault.path}")
-
-
-def _fault(name: str) -> Fault:
-    from suites.faults import FAULTS, HARMLESS, fault_of  # noqa: PLC0415
-
-    try:
-        return fault_of(name)
-    except KeyError:
-        fail(f"unknown fault {name!r}; one of {', '.join(sorted({**FAULTS, **HARMLESS}))}")
-
-
-def _default_out(name: str) -> Path:
-    stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-    for number in range(1, 100):
-        directory = Path("runs") / (f"{stamp}-{name}" + (f"-{number}" if number > 1 else ""))
-        if not directory.exists():
-            return directory
-    fail(f"runs/{stamp}-{name} is taken: give --out")
-
-
-def _check_out(directory: Path) -> None:
-    """Refuse a directory that is in use before anything is installed; the record log checks again."""
-    try:
-        if directory.is_dir() and records.is_stillborn(directory):
-            return
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            holds = (directory / records.EVENTS).is_file()
-            what = "already holds a run" if holds else "is not an empty directory"
-            hint = f", or go on with it: --resume {shlex.quote(str(directory))}" if holds else ""
-            fail(f"--out {directory} {what}: choose another one{hint}")
-    except OSError as error:
-        fail(f"--out {directory}: {error.strerror or error}")
-
-
-def _install(requirement: str, subject: Subject, display: Display) -> Subject:
-    from ci import targets  # noqa: PLC0415
-
-    try:
-        built = targets.install(requirement, display.say)
-    except targets.TargetError as error:
-        fail(str(error))
-    for line in built.unmet:
-        display.say(f"note: {built.label} asks for {line}")
-    return replace(subject, build=built)
+app.command(epilog=EXIT_CODES)(run)
 
 
 # faults
@@ -651,21 +251,21 @@ def _install(requirement: str, subject: Subject, display: Display) -> Subject:
 @app.command("faults", epilog=EXIT_CODES)
 def faults_command(  # noqa: PLR0917 - each is an option
     path: Annotated[
-        list[str] | None, typer.Option(help="Only faults of this path; may be given several times.", callback=_some)
+        list[str] | None, typer.Option(help="Only faults of this path; may be given several times.", callback=some)
     ] = None,
     fault: Annotated[
-        list[str] | None, typer.Option(help="Only this fault; may be given several times.", callback=_some)
+        list[str] | None, typer.Option(help="Only this fault; may be given several times.", callback=some)
     ] = None,
     form: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
     out: Annotated[
         str | None,
         typer.Option(
-            help="Run directory; must be empty (default: runs/<time>-faults).", metavar="DIRECTORY", callback=_given
+            help="Run directory; must be empty (default: runs/<time>-faults).", metavar="DIRECTORY", callback=given
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto: CUDA and NCCL where there are enough GPUs; or cpu.")] = "auto",
     case_limit: Annotated[
-        float, typer.Option(help="Seconds that a case may take on the ranks; a hang costs them all.", callback=_seconds)
+        float, typer.Option(help="Seconds that a case may take on the ranks; a hang costs them all.", callback=seconds)
     ] = 20.0,
 ) -> None:
     """Put every bug on purpose into its case and show which check sees it; exit code 1 when one is missed."""
@@ -674,11 +274,11 @@ def faults_command(  # noqa: PLR0917 - each is an option
     for name in path or ():
         if name not in table.PATHS:
             fail(f"unknown path {name!r}; one of {', '.join(table.PATHS)}")
-    chosen = fault_plan.chosen([_fault(name).name for name in fault or ()], path or ())
+    chosen = fault_plan.chosen([fault_named(name).name for name in fault or ()], path or ())
     if not chosen:
         fail("no fault is left to run: the options --path and --fault exclude all of them")
-    directory = Path(out) if out is not None else _default_out("faults")
-    _check_out(directory)
+    directory = Path(out) if out is not None else default_out("faults")
+    check_out(directory)
     progress = Console(stderr=True, highlight=False) if form is Format.json else Printer(highlight=False)
     settings = Settings(device=device, case_limit=case_limit)
     rows: list[fault_plan.Row] = []
@@ -692,7 +292,7 @@ def faults_command(  # noqa: PLR0917 - each is an option
         try:
             fault_plan.run(chosen, directory, settings, on_row=on_row)
         except (SetupError, records.LogError) as error:
-            _say(str(error))
+            say(str(error))
             code = USAGE
         except Interrupted as error:
             code = 128 + error.number
@@ -736,11 +336,11 @@ def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="A sample that takes a few minutes.")] = False,
     path: Annotated[
         list[str] | None,
-        typer.Option(help="Only this path; may be given several times (default: all installed).", callback=_some),
+        typer.Option(help="Only this path; may be given several times (default: all installed).", callback=some),
     ] = None,
     precision: Annotated[
         list[str] | None,
-        typer.Option(help="Only this precision (float32, tf32, …); may be given several times.", callback=_some),
+        typer.Option(help="Only this precision (float32, tf32, …); may be given several times.", callback=some),
     ] = None,
     out: Annotated[
         str | None,
@@ -748,7 +348,7 @@ def calibrate(
             help="Directory; one that holds a part of a calibration already is gone on with (default: "
             "runs/<time>-calibration).",
             metavar="DIRECTORY",
-            callback=_given,
+            callback=given,
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto: CUDA and NCCL where there are enough GPUs; or cpu.")] = "auto",
@@ -772,7 +372,7 @@ def calibrate(
     jobs = calibrating.jobs(quick=quick, paths=paths, precisions=precision or ARITHMETICS, device=device)
     if not jobs:
         fail("no run is left: no chosen path has the chosen precision")
-    directory = Path(out) if out is not None else _default_out("calibration")
+    directory = Path(out) if out is not None else default_out("calibration")
     console = Printer(highlight=False)
     progress = calibrating.Progress(len(jobs), lambda text: console.print(text, markup=False, soft_wrap=True))
     code = OK
@@ -782,7 +382,7 @@ def calibrate(
             settings = Settings(device=device, case_limit=calibrating.CASE_LIMIT)
             calibrating.run(jobs, directory, settings, progress.on_start, progress.on_run)
         except (SetupError, records.LogError) as error:
-            _say(str(error))
+            say(str(error))
             code = USAGE
         except Interrupted as error:
             code = 128 + error.number
@@ -822,7 +422,7 @@ Directory = Annotated[Path, typer.Argument(help="Run directory.", show_default=F
 @app.command(epilog=EXIT_CODES)
 def report(directory: Directory) -> None:
     """Print a run's report and write it as report.md and report.html; also of a run that was killed."""
-    raise typer.Exit(_report(directory, Printer(highlight=False), OK))
+    raise typer.Exit(report_on(directory, Printer(highlight=False), OK))
 
 
 @app.command("records")
@@ -888,13 +488,13 @@ def main() -> None:
         app()
     except UnicodeEncodeError as error:
         text = error.object.encode(errors="backslashreplace").decode()
-        _say(f"{text} is no text in this locale's encoding: rename it, or set LC_ALL=C.UTF-8")
+        say(f"{text} is no text in this locale's encoding: rename it, or set LC_ALL=C.UTF-8")
         code = USAGE
     except (KeyboardInterrupt, Interrupted) as error:
-        _say("interrupted")
+        say("interrupted")
         code = 128 + error.number if isinstance(error, Interrupted) else INTERRUPTED
     except OSError as error:
-        _say(f"{error.filename or 'cannot write the output'}: {error.strerror or error}")
+        say(f"{error.filename or 'cannot write the output'}: {error.strerror or error}")
         discard(1)  # what is left in the buffer has nowhere to go
         code = USAGE
     except SystemExit as end:
@@ -907,17 +507,12 @@ def _flushed(code: str | int | None) -> str | int | None:
     try:
         sys.stdout.flush()
     except OSError as error:
-        _say(f"cannot write the output: {error.strerror or error}")
+        say(f"cannot write the output: {error.strerror or error}")
         discard(1)
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         return USAGE
     return code
-
-
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"tiebench: {' '.join(line.split())}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
