@@ -72,10 +72,11 @@ class RunAgain(ch.Message, frozen=True, tag="again"):
 
 
 class RanAgain(ch.Message, frozen=True, tag="ran"):
-    """Where its observations are; or why there are none."""
+    """Where its observations are, or why there are none; and how many seconds the ranks took."""
 
     directory: str | None = None
     reason: str = ""
+    seconds: float = 0.0
 
 
 class Judged(ch.Message, frozen=True, tag="judged"):
@@ -236,10 +237,12 @@ class Judge:
                 deadline += time.monotonic() - begin
 
     def _answer(self, event: RunAgain, again: Again) -> None:
+        begin = time.monotonic()
         try:
-            answer = RanAgain(directory=str(again(Case.parse(event.case), event.trace).resolve()))
+            found = again(Case.parse(event.case), event.trace).resolve()
+            answer = RanAgain(directory=str(found), seconds=time.monotonic() - begin)
         except RunFailed as error:
-            answer = RanAgain(reason=str(error))
+            answer = RanAgain(reason=str(error), seconds=time.monotonic() - begin)
         assert self._channel
         try:
             self._channel.send(answer)
@@ -341,10 +344,14 @@ class _Bench:
         from suites.observe import ObservationError  # noqa: PLC0415
 
         case = Case.parse(task.case)
+        waited = 0.0  # for ranks that were at work on another case
 
         def again(case: Case, trace: int | None = None) -> Sequence[RankObservation]:
+            nonlocal waited
+            asked = time.monotonic()
             self.control.send(RunAgain(case=case.id, trace=trace))
             answer = self.next()
+            waited += time.monotonic() - asked - getattr(answer, "seconds", 0.0)
             if not isinstance(answer, RanAgain) or answer.directory is None:
                 raise RunFailed(getattr(answer, "reason", f"not an answer: {answer}"))
             try:
@@ -355,7 +362,7 @@ class _Bench:
         begin = time.monotonic()
         seen = observations(case, Path(task.directory))
         examined = examine(case, seen, self.references, again)
-        return told(case, seen, examined, time.monotonic() - begin)
+        return told(case, seen, examined, time.monotonic() - begin - waited)
 
 
 def observations(case: Case, directory: Path) -> list[RankObservation]:

@@ -83,13 +83,12 @@ def _failing(console: Console, group: Group) -> None:
     first, second = explain.leading(record)
     lines = [
         (first, "bold"),
-        (f"looks like {likely}" if likely else "", "bold"),
+        (f"looks like {likely}" if likely and "looks like" not in first else "", "bold"),
         (second, ""),
         (explain.chain(record), ""),
         (_worst(record), ""),
         (evidence, "dim" if record.diagnosis else ""),
         (_alike(group), ""),
-        (course.order(record), "dim"),
     ]
     for text, style in lines:
         if text:
