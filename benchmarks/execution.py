@@ -69,7 +69,7 @@ def measure(cases: Sequence[Case]) -> Measured:
     alone: list[float] = []
     found: list[Record] = []
     size = -(-len(cases) // PARTS)
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, harness.running() as fresh:
         plan = Plan("benchmark", tuple(cases), budget=3600)
         begin = time.monotonic()
         session = Session(Path(directory) / "run", plan, settings=Settings(device="cpu"), on_record=found.append)
@@ -80,7 +80,7 @@ def measure(cases: Sequence[Case]) -> Measured:
                     session.advance(case)
                 session.catch_up()
                 spent += time.monotonic() - begin
-                alone += [harness.run_case(case.id, case.world_size) for case in cases[part : part + size]]
+                alone += [fresh.run(case.id, case.world_size) for case in cases[part : part + size]]
                 begin = time.monotonic()
         spent += time.monotonic() - begin
     if wrong := [record for record in found if not expected(record)]:

@@ -5,17 +5,55 @@ makes a new pool of as many processes as the test has ranks, with the start meth
 each of them imports torch and DeepSpeed, joins a process group on a port of its own, runs the test's body and destroys
 the group; then the pool is ended. The body is the same training of the same case as in tiebench, without its verdict.
 
-Nothing of torch is imported here before a pool's processes do it.
+The test process is one of its own, as pytest's is: `Harness`. Nothing of torch is imported in it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 
 LIMIT = 600.0  # seconds for one test, as there
+
+
+class Harness:
+    """A test process that runs one case after the other."""
+
+    def __init__(self, process: subprocess.Popen[str]):
+        self._process = process
+
+    def run(self, case: str, world_size: int) -> float:
+        """Run one case in fresh processes; seconds.
+
+        Raises:
+            RuntimeError: a rank raised, or the test process ended.
+        """
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(f"{world_size} {case}\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline().strip()
+        try:
+            return float(answer)
+        except ValueError:
+            raise RuntimeError(f"{case} in fresh processes: {answer or 'the test process ended'}") from None
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Harness]:
+    """A test process, for as long as it is needed."""
+    words = [sys.executable, os.path.abspath(__file__)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Harness(process)
+        finally:
+            process.kill()
 
 
 def run_case(case: str, world_size: int) -> float:
@@ -68,3 +106,18 @@ def train(case: str, rank: int, world_size: int, port: int) -> None:
     train.run_rank(parsed, torch.device("cpu"), lambda phase: None, [])
     dist.barrier()
     dist.destroy_process_group()
+
+
+def main() -> None:
+    """The test process: cases in, one a line; seconds out, or what went wrong."""
+    for line in sys.stdin:
+        world_size, case = line.split()
+        try:
+            answer = repr(run_case(case, int(world_size)))
+        except Exception as error:  # noqa: BLE001 - the other side says it
+            answer = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    main()
