@@ -28,14 +28,15 @@ from typing import Literal
 
 import psutil
 
-from ci.records import EVENTS, LogError, read_run
+from ci.records import ENVIRONMENT, EVENTS, LogError, read_run
 from ci.tests.conftest import command, environment
 from reports.write import write_report
 from suites.cases import Case
 
 MARK = "TIEBENCH_KILL_TEST"  # environment variable by which all processes of a run are known
-CASES = tuple(Case("handwritten", layers=1, tp=1 + seed % 2, seed=seed) for seed in range(6))
-LENGTH = 5.5  # seconds that such a run takes, its start included; a moment lies in them
+CASES = tuple(Case("handwritten", layers=1, tp=1 + seed % 2, seed=seed) for seed in range(8))
+# Seconds in which moments lie: after the start of the process, and after the first ranks are up.
+STARTING, WORKING = 4.0, 1.6
 PATIENCE = 120.0  # seconds for a run to end
 Victim = Literal["supervisor", "rank", "judge", "server"]
 VICTIMS: tuple[Victim, ...] = ("supervisor", "supervisor", "rank", "judge", "server")  # the first counts most
@@ -43,21 +44,24 @@ VICTIMS: tuple[Victim, ...] = ("supervisor", "supervisor", "rank", "judge", "ser
 
 @dataclass(frozen=True)
 class Moment:
-    """Whom to send which signal, and when (seconds after the start)."""
+    """Whom to send which signal, and when: seconds after the start, or after the first ranks are up."""
 
     victim: Victim
     number: signal.Signals
     seconds: float
+    working: bool = True
 
     @classmethod
-    def draw(cls, source: random.Random, length: float = LENGTH) -> Moment:
-        """A random one."""
+    def draw(cls, source: random.Random) -> Moment:
+        """A random one; most while cases are at work."""
         number = source.choice((signal.SIGTERM, signal.SIGKILL))
-        return cls(source.choice(VICTIMS), number, source.uniform(0.0, length))
+        working = source.random() < 0.75
+        return cls(source.choice(VICTIMS), number, source.uniform(0.0, WORKING if working else STARTING), working)
 
     def __str__(self) -> str:
         """For people."""
-        return f"{self.number.name} to the {self.victim} after {self.seconds:.2f} s"
+        since = "of work" if self.working else "of the start"
+        return f"{self.number.name} to the {self.victim} after {self.seconds:.2f} s {since}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,9 @@ def try_moment(moment: Moment, place: Path) -> Result:
         )
     wrong: list[str] = []
     try:
+        deadline = time.monotonic() + PATIENCE
+        while moment.working and process.poll() is None and not begun(out) and time.monotonic() < deadline:
+            time.sleep(0.005)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(moment.seconds)
         before = results(out)
@@ -112,6 +119,11 @@ def try_moment(moment: Moment, place: Path) -> Result:
         wrong += resume(place, out, before, told)
         wrong += [f"left running after resuming: {' '.join(words)}" for words in lingering(token)]
     return Result(moment, hit, len(before), tuple(wrong))
+
+
+def begun(out: Path) -> bool:
+    """Whether the first ranks are up."""
+    return (out / ENVIRONMENT).exists()
 
 
 def results(out: Path) -> Counter[str]:
@@ -198,9 +210,9 @@ GOOD = (("finished", "rounding"), ("finished", "exact"))
 
 def resume(place: Path, out: Path, before: Counter[str], told: dict[str, str]) -> list[str]:
     """Go on with a run, or begin it anew where it had not written its first row."""
-    begun = (out / EVENTS).exists() and b"\n" in (out / EVENTS).read_bytes()
+    there = (out / EVENTS).exists() and b"\n" in (out / EVENTS).read_bytes()
     ids = [word for case in CASES for word in ("--case", case.id)]
-    words = ("run", "--resume", "run") if begun else ("run", "--out", "run", *ids)
+    words = ("run", "--resume", "run") if there else ("run", "--out", "run", *ids)
     done = subprocess.run(
         command(*words, "--device", "cpu"),
         cwd=place,

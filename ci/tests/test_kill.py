@@ -14,12 +14,12 @@ from ci.tests.kill import Moment
 
 SOURCE = random.Random(20261201)
 MOMENTS = [
-    Moment("supervisor", signal.SIGKILL, SOURCE.uniform(3.5, 5.0)),
-    Moment("supervisor", signal.SIGTERM, SOURCE.uniform(3.5, 5.0)),
-    Moment("rank", signal.SIGKILL, SOURCE.uniform(3.5, 5.0)),
-    Moment("server", signal.SIGKILL, SOURCE.uniform(3.5, 5.0)),
-    Moment("judge", signal.SIGTERM, SOURCE.uniform(3.5, 5.0)),
-    Moment("supervisor", signal.SIGKILL, SOURCE.uniform(0.0, 3.5)),
+    Moment("supervisor", signal.SIGKILL, SOURCE.uniform(0.2, kill.WORKING)),
+    Moment("supervisor", signal.SIGTERM, SOURCE.uniform(0.2, kill.WORKING)),
+    Moment("rank", signal.SIGKILL, SOURCE.uniform(0.2, kill.WORKING)),
+    Moment("server", signal.SIGKILL, SOURCE.uniform(0.2, kill.WORKING)),
+    Moment("judge", signal.SIGTERM, SOURCE.uniform(0.2, kill.WORKING)),
+    Moment("supervisor", signal.SIGKILL, SOURCE.uniform(0.0, kill.STARTING), working=False),
 ]
 
 
