@@ -352,6 +352,14 @@ def timetable(
     for item in planned:
         starts, first = item.case.world_size not in up, not up
         left = float("inf") if budget is None else budget - now
+        needs = {"starts": starts, "first": first}
+        if not fits(item.case, costs, left, report, **needs) and fits(
+            item.case, costs, left, report, **needs, hopeful=True
+        ):
+            now += costs.startup(first=first)  # the ranks are started first, and then it is seen
+            left -= costs.startup(first=first)
+            up.add(item.case.world_size)
+            starts = first = False
         if not fits(item.case, costs, left, report, starts=starts, first=first):
             slots.append(Slot(item, now, now, False))
             continue
