@@ -30,6 +30,8 @@ OF_COLLECTIVES = (
     "collective does not end", "unknown",
 )  # fmt: skip
 
+BY_SOMEBODY = ("was killed by SIGKILL", "was killed by SIGTERM")  # no full disk ends a process like that
+
 
 def failed(case: Case, outcome: Outcome, what: str, directory: Path, *, cut: bool) -> dict[str, Any]:
     """Fields of the record of a case whose ranks did not all do what they were told.
@@ -57,7 +59,7 @@ def failed(case: Case, outcome: Outcome, what: str, directory: Path, *, cut: boo
         if error.phase == "save" or disk_full(error):
             raise SetupError(f"rank {rank} cannot write to {directory}: {first_line(error.message)}")
     for rank, death in outcome.deaths.items():
-        if outcome.last.get(rank) == "save":
+        if outcome.last.get(rank) == "save" and not death.startswith(BY_SOMEBODY):
             raise SetupError(f"rank {rank} {death} while it wrote to {directory}")
     try:
         check_writable(directory)

@@ -396,6 +396,14 @@ def test_a_rank_that_dies_while_it_saves_is_no_crash_of_the_target(tmp_path, mis
     assert [r.status for r in read_run(tmp_path / "run").records] == ["lost"]
 
 
+def test_a_rank_that_somebody_kills_while_it_saves_costs_its_case_only(session):
+    s = session()
+    record = s.run(ALONE.but(seed=seeds.KILLED_SAVING))
+    assert (record.status, record.verdict) == ("finished", "crash")
+    assert "was killed by SIGKILL" in record.evidence
+    assert s.run(ALONE).verdict in records.GREEN
+
+
 def test_a_full_file_system_is_no_crash_of_the_target(tmp_path):
     small = tmp_path / "small"
     small.mkdir()
