@@ -143,6 +143,7 @@ class Judge:
         self._process: Process | None = None
         self._channel: ch.Channel[FromJudge] | None = None
         self._events: list[FromJudge] = []
+        self._said: set[str] = set()  # a judge that is started again has the same to tell
 
     @property
     def pid(self) -> int | None:
@@ -263,10 +264,11 @@ class Judge:
 
     def _take_in(self, events: Sequence[FromJudge]) -> None:
         for event in events:
-            if isinstance(event, Note):
-                self._say(event.text)
-            else:
+            if not isinstance(event, Note):
                 self._events.append(event)
+            elif event.text not in self._said:
+                self._said.add(event.text)
+                self._say(event.text)
 
     def _gone(self) -> JudgeGone:
         from ci.ranks import ended  # noqa: PLC0415
