@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +22,18 @@ CASE = Case("handwritten", head="row", hidden=35, vocab=67)
 FAULT_FREE = ("exact", "rounding")
 
 
+def _observed(cases: Sequence[Case], out: Path) -> list[tuple[Case, list[RankObservation]]]:
+    """What the ranks see of each case in a real run."""
+    with Session(out, Plan("asv", tuple(cases), budget=500), settings=Settings(keep_observations=True)) as session:
+        for case in cases:
+            session.run(case)
+    places = sorted((out / "observations").iterdir())
+    return [
+        (case, [RankObservation.load(path) for path in sorted(place.glob("rank*.safetensors"))])
+        for case, place in zip(cases, places, strict=True)
+    ]
+
+
 class Judging:
     """Judge one case's observations."""
 
@@ -28,11 +42,8 @@ class Judging:
     def setup_cache(self) -> list[RankObservation]:
         """Observations of one real run; asv hands them to every benchmark."""
         with tempfile.TemporaryDirectory() as directory:
-            out = Path(directory) / "run"
-            with Session(out, Plan("asv", (CASE,), budget=300), settings=Settings(keep_observations=True)) as session:
-                session.run(CASE)
-            files = sorted(out.glob("observations/*/rank*.safetensors"))
-            return [RankObservation.load(path) for path in files]
+            ((_, ranks),) = _observed((CASE,), Path(directory) / "run")
+            return ranks
 
     def setup(self, ranks: list[RankObservation]) -> None:
         """Warm the cache, and make sure that a right run is being judged."""
@@ -58,6 +69,47 @@ class Judging:
     def time_cached(self, ranks: list[RankObservation]) -> None:
         """With the reference cached, as in a plan of many cases."""
         judge(CASE, ranks, self.cache)
+
+
+class ReferencesKept:
+    """What keeping references saves: verdicts of several cases with them on disk or in memory, against none kept."""
+
+    version = "1"
+    timeout = 300
+
+    def setup_cache(self) -> dict[str, float]:
+        """Seconds of processor of one round of verdicts: the least of some rounds, taken in turn."""
+        torch.set_num_threads(1)
+        with tempfile.TemporaryDirectory() as directory:
+            place = Path(directory)
+            seen = _observed(CASES[:-1], place / "run")  # the last one's references are too large to be kept on disk
+            memory = ReferenceCache()
+            caches = {
+                "cold": ReferenceCache,
+                "disk": lambda: ReferenceCache(store=ReferenceStore(place / "references")),
+                "memory": lambda: memory,
+            }
+            took: dict[str, list[float]] = {how: [] for how in caches}
+            for _ in range(1 + ROUNDS):
+                for how, make in caches.items():
+                    cache = make()
+                    begin = time.process_time()
+                    for case, ranks in seen:
+                        if judge(case, ranks, cache).verdict not in FAULT_FREE:
+                            raise RuntimeError(f"a right run is not judged right: {case}")
+                    took[how].append(time.process_time() - begin)
+        return {how: min(seconds[1:]) for how, seconds in took.items()}  # the first round fills the caches
+
+    def track_disk_over_cold(self, seconds: dict[str, float]) -> float:
+        """Verdicts with the references on disk, over verdicts that compute them."""
+        return seconds["disk"] / seconds["cold"]
+
+    def track_memory_over_cold(self, seconds: dict[str, float]) -> float:
+        """Verdicts with the references in memory, over verdicts that compute them."""
+        return seconds["memory"] / seconds["cold"]
+
+    track_disk_over_cold.unit = "of a verdict's time"
+    track_memory_over_cold.unit = "of a verdict's time"
 
 
 CASES = (

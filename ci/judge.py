@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from suites.observe import RankObservation
     from suites.reference import ReferenceCache
 
-REFERENCES = "TIEBENCH_REFERENCES"  # variable: directory of references kept between runs; not set: none are
+REFERENCES = "TIEBENCH_REFERENCES"  # variable: directory of references kept between runs; empty: none are
 CONNECT = 60.0  # seconds to connect to the supervisor
 _RowType = TypeVar("_RowType", bound=records.Row)
 
@@ -143,6 +143,7 @@ class Judge:
         self._process: Process | None = None
         self._channel: ch.Channel[FromJudge] | None = None
         self._events: list[FromJudge] = []
+        self._said: set[str] = set()  # a judge that is started again has the same to tell
 
     @property
     def pid(self) -> int | None:
@@ -158,8 +159,8 @@ class Judge:
         token = secrets.token_hex(16)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             host, port = listener.getsockname()[:2]
-            kept = {REFERENCES: str(self._references)} if self._references else {}
-            self._process = self._launch({ch.CONTROL: f"{host}:{port}", ch.TOKEN: token, **kept})
+            kept = str(self._references or "")  # an empty one too: the user's environment must not decide
+            self._process = self._launch({ch.CONTROL: f"{host}:{port}", ch.TOKEN: token, REFERENCES: kept})
             listener.settimeout(1.0)
             deadline = time.monotonic() + CONNECT
             while self._channel is None:
@@ -263,10 +264,11 @@ class Judge:
 
     def _take_in(self, events: Sequence[FromJudge]) -> None:
         for event in events:
-            if isinstance(event, Note):
-                self._say(event.text)
-            else:
+            if not isinstance(event, Note):
                 self._events.append(event)
+            elif event.text not in self._said:
+                self._said.add(event.text)
+                self._say(event.text)
 
     def _gone(self) -> JudgeGone:
         from ci.ranks import ended  # noqa: PLC0415

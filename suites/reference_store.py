@@ -13,12 +13,14 @@ bits: the source of the reference, torch's build, the processor, the number of t
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import platform
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,10 +41,14 @@ SLACK = 0.1  # share of the size by which one writer may exceed it; and that is 
 # adds a sixth to computing it; from there on reading is but twice as fast, and writing takes as long as computing.
 LARGEST = 2**20
 ALIGNED = 64  # bytes; as torch allocates, so that the same kernels see the same alignment
+# Bytes left free on the disk, where a run's own records may lie too: more than a writer writes between two looks.
+FREE = 2**28
 STALE = 3600.0  # seconds after which a temporary file is a dead writer's, and after which a use is noted again
 NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 TEMPORARY = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}\.tmp")
 ABOUT, DIGEST = "about", "digest"  # what an entry holds beside its tensors
+# Variables by which the libraries below torch choose their kernels, by the beginning of their names.
+LIBRARIES = ("ATEN_", "DNNL_", "MKL_", "ONEDNN_", "TORCH_MKLDNN_")
 BAD = (SafetensorError, KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
 
 
@@ -142,7 +148,11 @@ class ReferenceStore:
                 os.utime(path)
 
     def _shrink(self) -> None:
-        """Delete the entries used least recently down to the size, and what dead writers left."""
+        """Delete the entries used least recently down to the size, and what dead writers left.
+
+        Raises:
+            OSError: the disk is nearly full.
+        """
         entries = sorted(self._entries())
         held = sum(size for _, size, _ in entries)
         goal = self.size * (1 - SLACK) if held > self.size else self.size
@@ -152,6 +162,8 @@ class ReferenceStore:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
                 held -= size
+        if shutil.disk_usage(self.directory).free < FREE:
+            raise OSError(errno.ENOSPC, f"less than {FREE >> 20} MiB are free on its disk")
         self._written = 0.0
 
     def _entries(self) -> Iterator[tuple[float, int, Path]]:
@@ -185,6 +197,10 @@ def environment() -> str:
         "torch": (torch.__version__, torch.version.git_version, torch.__config__.show()),
         "processor": (torch.backends.cpu.get_cpu_capability(), platform.machine(), _processor()),
         "switches": sorted(precision.switches(torch.device("cpu")).items()),
+        "libraries": (
+            torch.backends.mkldnn.enabled,
+            sorted(kv for kv in os.environ.items() if kv[0].startswith(LIBRARIES)),
+        ),
     }
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
@@ -200,6 +216,8 @@ def _processor() -> object:
         "cache size",
         "flags",
         "Features",
+        "CPU implementer",
+        "CPU variant",
         "CPU part",
     )
     try:

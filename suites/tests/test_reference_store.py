@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from suites.reference import Evaluation, ReferenceCache
 from suites.reference_store import ReferenceStore, packed, unpacked
 
 CASE = Case("handwritten", head="row", layers=1)
+DiskUsage = namedtuple("DiskUsage", "total used free")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -105,6 +108,25 @@ def test_other_sources_and_another_number_of_threads_share_nothing(tmp_path, wei
     assert len(entries(tmp_path)) == 3
 
 
+@pytest.mark.parametrize("variable", ["MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"])
+def test_another_choice_of_kernels_shares_nothing(tmp_path, weights, monkeypatch, variable):
+    """ONEDNN_MAX_CPU_ISA=AVX2 moves bits of a bf16 gradient, for one, and none of torch's own switches shows it."""
+    monkeypatch.delenv(variable, raising=False)
+    cache(tmp_path).evaluate(CASE, weights, 0)
+    monkeypatch.setenv(variable, "AVX2")
+    other = cache(tmp_path)
+    other.evaluate(CASE, weights, 0)
+    assert (other.loaded, len(entries(tmp_path))) == (0, 2)
+
+
+def test_without_onednn_nothing_is_shared(tmp_path, weights, monkeypatch):
+    cache(tmp_path).evaluate(CASE, weights, 0)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    other = cache(tmp_path)
+    other.evaluate(CASE, weights, 0)
+    assert (other.loaded, len(entries(tmp_path))) == (0, 2)
+
+
 def _truncated(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
@@ -160,6 +182,23 @@ def test_bounded_and_what_was_used_last_stays(tmp_path, weights):
     assert first.loaded == 0
 
 
+def test_an_entry_that_is_used_outlives_younger_ones(tmp_path, weights):
+    for step in range(4):
+        cache(tmp_path).evaluate(CASE, weights, step)
+        (new,) = (path for path in entries(tmp_path) if path.stat().st_mtime > time.time() - reference_store.STALE)
+        written = time.time() - (10 - step) * reference_store.STALE
+        os.utime(new, (written, written))
+    oldest = cache(tmp_path)
+    oldest.evaluate(CASE, weights, 0)
+    assert oldest.loaded == 1
+    size = max(path.stat().st_size for path in entries(tmp_path))
+    cache(tmp_path, size=3 * size).evaluate(CASE, weights, 4)  # makes room before it writes
+    left = cache(tmp_path)
+    for step in range(5):
+        left.evaluate(CASE, weights, step)
+        assert (left.loaded, left.misses) == [(1, 0), (1, 1), (1, 2), (2, 2), (3, 2)][step]
+
+
 def test_left_over_temporary_files_go_and_foreign_files_stay(tmp_path, weights):
     foreign, dead, young = (
         tmp_path / name for name in ("notes.txt", f"{'a' * 64}.{'b' * 16}.tmp", f"{'c' * 64}.{'d' * 16}.tmp")
@@ -175,15 +214,27 @@ def test_left_over_temporary_files_go_and_foreign_files_stay(tmp_path, weights):
     assert not dead.exists()
 
 
-@pytest.mark.parametrize("kind", ["a file", "read-only", "full"])
+@pytest.mark.parametrize("kind", ["a file", "read-only", "full", "nearly full", "unreadable"])
 def test_a_directory_that_cannot_be_used_costs_nothing_but_a_line(tmp_path, weights, kind, monkeypatch):
     place, said = tmp_path / "references", []
     if kind == "a file":
         place.write_text("in the way")
+    elif kind == "nearly full":
+        monkeypatch.setattr(reference_store.shutil, "disk_usage", lambda _: DiskUsage(2**40, 2**40 - 2**20, 2**20))
+    elif kind == "unreadable":
+
+        def deny(self: Path) -> bytes:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "read_bytes", deny)
     else:
 
         def refuse(self: Path, data: bytes) -> int:
-            raise OSError(*((30, "Read-only file system") if kind == "read-only" else (28, "No space left on device")))
+            if kind == "read-only":
+                raise OSError(30, "Read-only file system")
+            with self.open("wb") as stream:
+                stream.write(data[: len(data) // 2])
+            raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(Path, "write_bytes", refuse)
     found = cache(place, say=said.append)
@@ -192,6 +243,7 @@ def test_a_directory_that_cannot_be_used_costs_nothing_but_a_line(tmp_path, weig
     assert len(said) == 1
     assert str(place) in said[0]
     assert not list(tmp_path.rglob("*.tmp"))
+    assert not entries(place)
 
 
 _WRITER = """
@@ -217,9 +269,9 @@ print(loaded, same, flush=True)
 """
 
 
-def writer(directory: Path, steps: int) -> subprocess.Popen[str]:
+def writer(directory: Path, steps: int, before: str = "") -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", _WRITER, str(directory), str(steps)],
+        [sys.executable, "-c", before + _WRITER, str(directory), str(steps)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
@@ -247,7 +299,7 @@ def test_two_processes_may_write_the_same_entries_and_one_may_be_killed(tmp_path
     both = [writer(tmp_path, 12), writer(tmp_path, 12), writer(tmp_path, 1000)]
     for process in both:
         go(process)
-    while len(entries(tmp_path)) < 3:
+    while len(entries(tmp_path)) < 3 and both[2].poll() is None:
         time.sleep(0.01)
     both[2].kill()
     for process in both[:2]:
@@ -256,6 +308,28 @@ def test_two_processes_may_write_the_same_entries_and_one_may_be_killed(tmp_path
     last = writer(tmp_path, 12)
     go(last)
     assert end(last) == ["12", "12"], "whole entries, all of them"
+
+
+_KILLED = """
+import os, signal
+from pathlib import Path
+def half(self, data):
+    with self.open("wb") as stream:
+        stream.write(data[: len(data) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+Path.write_bytes = half
+"""
+
+
+def test_what_a_killed_writer_leaves_is_never_an_entry(tmp_path, weights):
+    process = writer(tmp_path, 1, _KILLED)
+    go(process)
+    assert end(process) == []
+    assert process.returncode == -signal.SIGKILL
+    assert [path.suffix for path in tmp_path.iterdir()] == [".tmp"]
+    after = cache(tmp_path)
+    assert same(after.evaluate(CASE, weights, 0), ReferenceCache().evaluate(CASE, weights, 0))
+    assert (after.loaded, after.misses) == (0, 1)
 
 
 def test_an_entry_holds_no_more_than_tensors_and_json(weights):
