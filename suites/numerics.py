@@ -129,10 +129,20 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.double().reshape(-1, tensor.shape[-1])
 
 
-def cosine(a: Tensor, b: Tensor) -> float:
-    """Cosine of the angle between two tensors, from 0 to 1; 0 where one of them is zero."""
-    size = float(a.norm() * b.norm())
+def cosine(a: Tensor, *others: Tensor) -> float:
+    """Cosine of the angle between two tensors, from 0 to 1; 0 where one of them is zero. The largest of several."""
+    norm = norm_of(a)
+    return max(_cosine(a, norm, b) for b in others)
+
+
+def _cosine(a: Tensor, norm: float, b: Tensor) -> float:
+    size = norm * norm_of(b)
     return abs(float((a * b).sum())) / size if size else 0.0
+
+
+def norm_of(tensor: Tensor) -> float:
+    """Root of the sum of all squares: what ``tensor.norm()`` is, without its way through Python."""
+    return float(torch.linalg.vector_norm(tensor))
 
 
 def all_finite(tensor: Tensor) -> bool:

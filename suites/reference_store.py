@@ -16,6 +16,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -297,10 +298,20 @@ def unpacked(raw: bytes, name: str) -> Evaluation:
 
 
 def _part(flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    found = flat[start : start + torch.Size(shape).numel()].reshape(shape)
-    if list(found.stride()) == list(stride):
-        return found
+    count = math.prod(shape)
+    if _contiguous(shape, stride) and start + count <= flat.numel():
+        return flat.as_strided(shape, stride, start)
+    found = flat[start : start + count].reshape(shape)
     return torch.empty_strided(shape, stride, dtype=flat.dtype).copy_(found)
+
+
+def _contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if step != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _digest(held: Mapping[str, Tensor]) -> bytes:

@@ -118,5 +118,5 @@ def _deviation(name: str, before: Tensor, after: Tensor, expected: Tensor, sigma
         row=row,
         rows_wrong=(0.0 if clean else float((rows > LIMITS["replay"]).double().mean())) if finite else 1.0,
         sees=LIMITS["replay"] / clearest if clearest else math.inf,
-        coherence=max(cosine(error, moved), cosine(error, before)) if finite else 0.0,
+        coherence=cosine(error, moved, before) if finite else 0.0,
     )
