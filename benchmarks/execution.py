@@ -1,9 +1,9 @@
 """How many cases a minute, against the way in which DeepSpeed's own test harness works; how much of it is training?
 
-    python -m benchmarks.execution [--cases 24]     prints the table once; takes about four minutes
+    python -m benchmarks.execution [--cases 24]     prints the table once; takes about two minutes
 
-Both run the same DeepSpeed cases, in turns (a share of them in one way, the same share in the other), so that a busy
-machine slows both. The harness (`benchmarks.harness`) trains and compares nothing; tiebench's time includes all
+Both run the same DeepSpeed cases, the session between the two halves of the harness's, so that a machine that gets busier
+or quieter changes both. The harness (`benchmarks.harness`) trains and compares nothing; tiebench's time includes all
 verdicts, the record log and, unless it is said otherwise, the import of torch and the frameworks.
 """
 
@@ -25,7 +25,6 @@ from ci.session import Plan, Session
 from suites.cases import Case
 
 CASES = tuple(case for case in plans.PR.cases if case.path == "deepspeed")[:24]
-PARTS = 2  # turns
 SAMPLE = 6  # cases under asv, where a minute counts
 
 
@@ -66,23 +65,18 @@ def measure(cases: Sequence[Case]) -> Measured:
     Raises:
         RuntimeError: a case is not right.
     """
-    alone: list[float] = []
     found: list[Record] = []
-    size = -(-len(cases) // PARTS)
+    half = len(cases) // 2
     with tempfile.TemporaryDirectory() as directory, harness.running() as fresh:
+        alone = [fresh.run(case.id, case.world_size) for case in cases[:half]]
         plan = Plan("benchmark", tuple(cases), budget=3600)
         begin = time.monotonic()
-        session = Session(Path(directory) / "run", plan, settings=Settings(device="cpu"), on_record=found.append)
-        spent = 0.0
-        with session:
-            for part in range(0, len(cases), size):
-                for case in cases[part : part + size]:
-                    session.advance(case)
-                session.catch_up()
-                spent += time.monotonic() - begin
-                alone += [fresh.run(case.id, case.world_size) for case in cases[part : part + size]]
-                begin = time.monotonic()
-        spent += time.monotonic() - begin
+        with Session(Path(directory) / "run", plan, settings=Settings(device="cpu"), on_record=found.append) as session:
+            for case in cases:
+                session.advance(case)
+            session.catch_up()
+        spent = time.monotonic() - begin
+        alone += [fresh.run(case.id, case.world_size) for case in cases[half:]]
     if wrong := [record for record in found if not expected(record)]:
         raise RuntimeError(f"{wrong[0].case}: {wrong[0].verdict}: {wrong[0].evidence}")
     starts = [record.startup_seconds for record in found if record.startup_seconds]
@@ -91,7 +85,7 @@ def measure(cases: Sequence[Case]) -> Measured:
 
 
 class CasesPerMinute:
-    """The same DeepSpeed cases in one session and in fresh processes each, in turns."""
+    """The same DeepSpeed cases in one session and in fresh processes each."""
 
     version = "1"
     timeout = 900
