@@ -2,9 +2,9 @@
 
     python -m benchmarks.execution [--cases 24]     prints the table once; takes about two minutes
 
-Both run the same DeepSpeed cases, the session between the two halves of the harness's, so that a machine that gets busier
-or quieter changes both. The harness (`benchmarks.harness`) trains and compares nothing; tiebench's time includes all
-verdicts, the record log and, unless it is said otherwise, the import of torch and the frameworks.
+Both run the same DeepSpeed cases, the session between the two halves of the harness's, so that a machine that gets
+busier or quieter changes both. The harness (`benchmarks.harness`) trains and compares nothing; tiebench's time includes
+all verdicts, the record log and, unless it is said otherwise, the import of torch and the frameworks.
 """
 
 from __future__ import annotations
