@@ -128,13 +128,15 @@ class Case:
     # fmt: off
     tie: str = _factor("tied", "embedding and output head share one weight, or have one each", ("tied", "untied"))
     head: str = _factor("vocab", "output head sharded over vocabulary (logits stay sharded), over hidden rows "
-                        "(logits all-reduced), or over vocabulary with gathered logits", ("vocab", "row", "gathered"))
+                        "(logits all-reduced), over vocabulary with gathered logits, or named by nothing in the "
+                        "sharding configuration (stays whole)", ("vocab", "row", "gathered", "unmatched"), unsupported={
+        "handwritten": {"unmatched": "the hand-written path has no pattern-based configuration"}})
     zero: int = _factor(0, "ZeRO stage over the data-parallel ranks", (0, 1, 2, 3), unsupported={
         "handwritten": {3: "the hand-written path spells ZeRO 0, 1 and 2 out, not 3"}})
     tp: int = _factor(2, "tensor-parallel ranks", low=1)
     dp: int = _factor(1, "data-parallel ranks", low=1)
     hidden: int = _factor(32, "width of the residual stream; not divisible by tp means uneven hidden shards", low=4)
-    vocab: int = _factor(64, "rows of embedding and head; not divisible by tp means uneven vocabulary shards", low=8)
+    vocab: int = _factor(64, "rows of embedding and head; not divisible by tp means uneven vocabulary shards", low=2)
     layers: int = _factor(2, "decoder blocks", low=1)
     sequence: int = _factor(8, "tokens in a sequence", low=4)
     batch: int = _factor(4, "sequences in a micro-batch of one data-parallel rank", low=1)
@@ -160,10 +162,12 @@ class Case:
     embedding_scale: float = _factor(1.0, "factor on the embedding's output (Gemma: sqrt(hidden))", low=0.0,
     unsupported={})
     head_bias: str = _factor("no", "output head has a bias", ("no", "yes"))
-    activation: str = _factor("contiguous", "memory layout of the activation that enters the head",
-                              ("contiguous", "transposed"))
-    frozen: str = _factor("none", "parameters without gradient: none, the body (all but embedding and head), or the "
-                          "embedding (with a tie: the shared weight)", ("none", "body", "embedding"))
+    activation: str = _factor("contiguous", "memory layout of the activation that enters the head: contiguous, batch "
+                              "and sequence swapped in memory, every second element of a larger one, or with the "
+                              "sequence as first dimension", ("contiguous", "transposed", "strided", "sequence_first"))
+    frozen: str = _factor("none", "parameters without gradient: none, the body (all but embedding and head), the "
+                          "embedding (with a tie: the shared weight), or the head",
+                          ("none", "body", "embedding", "head"))
     seed: int = _factor(0, "seed of the initial weights and of the data", low=0)
     steps: int = _factor(3, "optimizer steps; fewer than 3 would hide stale state", low=3)
     matmul: str = _factor("ieee", "how fp32 matrices are multiplied: as IEEE says, with inputs rounded to TF32 (real "
@@ -178,6 +182,33 @@ class Case:
     resume: str = _factor("none", "after the first step save everything, tear down, build anew with other weights and "
                           "load", ("none", "reload"), unsupported={
         "deepspeed": {"reload": "saving and loading through DeepSpeed's checkpoints is not built yet"}})
+    embedding_cut: str = _factor("as_head", "how the sharding configuration's entry for the embedding cuts it: as the "
+                                 "head's entry cuts the head, over hidden, or over the vocabulary",
+                                 ("as_head", "row", "column"), unsupported={
+        "handwritten": dict.fromkeys(("row", "column"), "the hand-written path has no pattern-based configuration")})
+    embedding_class: str = _factor("plain", "class of the embedding: torch's, or one that multiplies by "
+                                   "embedding_scale in a forward of its own (as Gemma's)",
+                                   ("plain", "scaled"), unsupported={
+        "handwritten": {"scaled": "the hand-written path puts embeddings of its own in place"}})
+    embedding_option: str = _factor("none", "option of torch's embedding: a largest norm (so large that it never "
+                                    "acts), sparse gradients, or gradients divided by how often a token stands in the "
+                                    "micro-batch", ("none", "max_norm", "sparse", "scale_grad_by_freq"), unsupported={
+        "handwritten": dict.fromkeys(("max_norm", "sparse", "scale_grad_by_freq"),
+                                     "the hand-written path puts embeddings of its own in place")})
+    also_tied: str = _factor("none", "a further module that holds the tied weight: none, or a linear layer that the "
+                             "forward does not use", ("none", "linear"), unsupported={
+        "handwritten": {"linear": "the hand-written path builds its ties itself"}})
+    ignored: str = _factor("unequal", "labels that do not count: in numbers that differ between ranks and "
+                           "micro-batches, none, or all of the last data-parallel rank",
+                           ("unequal", "none", "rank"))
+    init: str = _factor("device", "where the model is built: on its device, on the meta device and materialised, or "
+                        "already partitioned under deepspeed.zero.Init, which takes the precision from the "
+                        "configuration or is given it", ("device", "meta", "zero", "zero_dtype"), unsupported={
+        "handwritten": dict.fromkeys(("zero", "zero_dtype"), "deepspeed.zero.Init is DeepSpeed's")})
+    optimizer_from: str = _factor("callable", "who makes the optimizer: the framework from a callable, the user before "
+                                  "the model is sharded, or the framework from its configuration",
+                                  ("callable", "client", "config"), unsupported={
+        "handwritten": dict.fromkeys(("client", "config"), "the hand-written path makes its optimizer itself")})
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -271,7 +302,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.padding_idx is not None and c.padding_idx >= c.vocab,
         "padding_idx is not a row of the embedding",
     ),
-    Rule(lambda c: c.vocab < 2 * c.tp + 2, "vocabulary too small: every shard needs a first and a last row of its own"),
+    Rule(
+        lambda c: c.vocab < 2 * c.tp + 2 and not (c.vocab < c.tp and c.head == "vocab"),
+        "vocabulary too small: every shard needs a first and a last row of its own",
+    ),
+    Rule(lambda c: c.vocab < c.tp, "a vocabulary smaller than tp leaves a shard empty", ("handwritten",)),
     Rule(lambda c: c.hidden < c.tp, "hidden is smaller than tp: some shard would be empty"),
     Rule(
         lambda c: c.batch * c.sequence < 4 * c.tp + 8,
@@ -286,6 +321,44 @@ RULES: tuple[Rule, ...] = (
         "a logit_scale outside 0.001 to 1000 leaves nothing of the softmax but rounding",
     ),
     Rule(lambda c: not c.tied and c.tie_when != "construction", "an untied model never makes a tie"),
+    Rule(
+        lambda c: c.tied and c.frozen == "head",
+        "a tied head is the embedding: frozen=embedding freezes the weight that they share",
+    ),
+    Rule(
+        lambda c: c.tied and c.init == "meta",
+        "to_empty breaks a tie that was made on the meta device: tie_when=meta makes it anew",
+    ),
+    Rule(lambda c: c.init != "device" and c.tie_when != "construction", "built under init, a tie is made there"),
+    Rule(
+        lambda c: c.init.startswith("zero") and c.zero != 3, "deepspeed.zero.Init partitions parameters: that is ZeRO 3"
+    ),
+    Rule(lambda c: c.ignored == "rank" and c.dp == 1, "the only data-parallel rank would have nothing to learn from"),
+    Rule(
+        lambda c: c.ignored == "rank" and c.loss != "mean",
+        "the mean over no label is defined for the plain mean only",
+    ),
+    Rule(
+        lambda c: c.embedding_class == "scaled" and c.embedding_scale == 1,
+        "a scaled embedding needs an embedding_scale",
+    ),
+    Rule(
+        lambda c: c.embedding_cut != "as_head" and c.embedding_spec == "none",
+        "nothing names the embedding: embedding_cut needs an embedding_spec",
+    ),
+    Rule(
+        lambda c: c.embedding_cut == "as_head" and c.embedding_spec != "none" and c.head == "unmatched",
+        "there is no entry for the head that the embedding's could be like",
+    ),
+    Rule(
+        lambda c: c.embedding_option == "sparse" and (not c.tied or c.frozen == "embedding"),
+        "sparse gradients need an optimizer of their own, and a frozen weight has none",
+    ),
+    Rule(lambda c: c.also_tied != "none" and not c.tied, "an untied model has no tied weight"),
+    Rule(
+        lambda c: c.also_tied == "linear" and c.head != "row",
+        "a layer that is not used shows nothing; only a row-parallel head asks for it",
+    ),
     Rule(
         lambda c: c.dtype == "float16" and c.logit_scale > 1,
         "larger logits have larger gradients, which overflow fp16 under the fixed loss scale",

@@ -219,12 +219,13 @@ class Twin:
             for target in (EMBEDDING, HEAD) if tied and name in (EMBEDDING, HEAD) else (name,):
                 self._terms.setdefault(target, {})[Term(part, dp_rank, micro)] = gradient
         below = {n: p for n, p in self.parameters.items() if n not in (HEAD, HEAD_BIAS)}
-        if case.tp == 1 or not below or not seen["x"].requires_grad:
+        dim = HEAD_DIM_OF[case.head]
+        if case.tp == 1 or dim is None or not below or not seen["x"].requires_grad:
             return
         (upstream,) = torch.autograd.grad(scaled, seen["y"], retain_graph=True)
         weight = self.model.lm_head.weight.detach()
-        for shard, kept in enumerate(torch.arange(weight.shape[HEAD_DIM_OF[case.head]]).tensor_split(case.tp)):
-            if HEAD_DIM_OF[case.head] == 0:
+        for shard, kept in enumerate(torch.arange(weight.shape[dim]).tensor_split(case.tp)):
+            if dim == 0:
                 part_of_x = upstream[..., kept] @ weight[kept]
             else:
                 part_of_x = torch.zeros_like(seen["x"])

@@ -2,7 +2,8 @@
 
 Every micro-batch has, among its tokens and among its labels, the first and last row of each vocabulary shard (in two
 common ways to cut an uneven vocabulary) and the padding row; labels are ignored in a number that differs between
-data-parallel ranks and micro-batches; no two ranks, micro-batches or steps share their data.
+data-parallel ranks and micro-batches (unless the factor `ignored` says otherwise); no two ranks, micro-batches or
+steps share their data.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ def micro_batch(case: Case, step: int, micro: int, dp_rank: int) -> MicroBatch:
     tokens, labels = drawn(), drawn()
     ignored = 1 + (2 * dp_rank + micro + step) % max(1, min(5, count // 4))
     free = (~torch.isin(labels, edges)).nonzero().flatten()
-    labels[free[torch.randperm(len(free), generator=generator)[:ignored]]] = IGNORED
+    if case.ignored == "unequal":
+        labels[free[torch.randperm(len(free), generator=generator)[:ignored]]] = IGNORED
+    elif case.ignored == "rank" and dp_rank == case.dp - 1:
+        labels[:] = IGNORED
     shape = (case.batch, case.sequence)
     return MicroBatch(tokens.reshape(shape), labels.reshape(shape))
 

@@ -52,8 +52,8 @@ def _norm_unseen(case: Case) -> bool:
 
 
 def _even(case: Case) -> bool:
-    extent = case.vocab if HEAD_DIM_OF[case.head] == 0 else case.hidden
-    return extent % case.tp == 0
+    dim = HEAD_DIM_OF[case.head]
+    return dim is None or (case.vocab if dim == 0 else case.hidden) % case.tp == 0
 
 
 def _keeps_nothing(case: Case) -> bool:

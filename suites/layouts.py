@@ -9,7 +9,7 @@ from __future__ import annotations
 from suites.cases import Case
 from suites.model import COLUMN, EMBEDDING, HEAD, HEAD_BIAS, ROW, parameter_shapes
 
-HEAD_DIM_OF = {"vocab": 0, "gathered": 0, "row": 1}
+HEAD_DIM_OF = {"vocab": 0, "gathered": 0, "row": 1, "unmatched": None}
 GATHERED_TIE_NOTE = (
     "AutoTP keeps a tied gathered head whole on every rank (documented upstream): this case tests no sharded head"
 )

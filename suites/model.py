@@ -6,10 +6,12 @@ replaced by tensor-parallel ones.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +25,18 @@ from suites.precision import at_least_fp32
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 HEAD_BIAS = "lm_head.bias"
+UNUSED = "unused.weight"  # also_tied=linear: one more name of the tied weight, no parameter of its own
 
 # How each matrix is cut by tensor parallelism: "column" shards the output, "row" the input.
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
 
+EMBEDDING_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "max_norm": {"max_norm": 1e6},
+    "sparse": {"sparse": True},
+    "scale_grad_by_freq": {"scale_grad_by_freq": True},
+}
 SMOOTHING = 0.1  # share of the probability that loss=smoothed spreads evenly over the vocabulary
 Z_LOSS = 0.01  # weight of the squared log of the softmax's sum in loss=z_loss
 
@@ -39,6 +48,8 @@ def causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, kind: str = "me
         kind: value of the factor `loss`. A weighted mean divides by the sum of the weights.
     """
     logits, labels = at_least_fp32(logits).reshape(-1, vocab_size), labels.reshape(-1)
+    if not bool((labels != IGNORED).any()):
+        return (logits * 0).sum()  # the mean over no label is 0, as in vocabulary-parallel losses
     if kind == "weighted":
         weights = token_weights(labels).to(logits.dtype) * (labels != IGNORED)
         losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
@@ -46,6 +57,18 @@ def causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, kind: str = "me
     smoothing = SMOOTHING if kind == "smoothed" else 0.0
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, label_smoothing=smoothing)
     return loss + Z_LOSS * logits.logsumexp(-1)[labels != IGNORED].square().mean() if kind == "z_loss" else loss
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Embedding that multiplies what it looked up by a factor, as Gemma's does by the root of the width."""
+
+    def __init__(self, vocab: int, hidden: int, scale: float, **options: Any):
+        super().__init__(vocab, hidden, **options)
+        self.embed_scale = scale
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[…] -> […, hidden]."""
+        return super().forward(input) * self.embed_scale
 
 
 class RMSNorm(nn.Module):
@@ -104,14 +127,19 @@ class Decoder(nn.Module):
     def __init__(self, case: Case, tie: bool):
         super().__init__()
         self.vocab = case.vocab
-        self.scale = case.embedding_scale
+        self.scale = case.embedding_scale if case.embedding_class == "plain" else 1.0
         self.logit_scale = case.logit_scale
-        self.strided = case.activation == "transposed"
+        self.activation = case.activation
         self.recompute = "none"
         self.loss_function: Callable[..., Tensor] = functools.partial(causal_loss, kind=case.loss)
 
         def add_embedding() -> None:
-            self.embed_tokens = nn.Embedding(case.vocab, case.hidden, padding_idx=case.padding_idx)
+            options = {"padding_idx": case.padding_idx, **EMBEDDING_OPTIONS[case.embedding_option]}
+            scaled = case.embedding_class == "scaled"
+            scale = (case.embedding_scale,) if scaled else ()
+            self.embed_tokens = (ScaledEmbedding if scaled else nn.Embedding)(
+                case.vocab, case.hidden, *scale, **options
+            )
 
         def add_head() -> None:
             self.lm_head = nn.Linear(case.hidden, case.vocab, bias=case.head_bias == "yes")
@@ -124,12 +152,16 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(case.hidden)
         if case.register == "embedding_first":
             second()
+        if case.also_tied == "linear":
+            self.unused = nn.Linear(case.hidden, case.vocab, bias=False)
         if tie:
             self.tie()
 
     def tie(self) -> None:
         """Make embedding and head share one weight."""
         self.lm_head.weight = self.embed_tokens.weight
+        if hasattr(self, "unused"):
+            self.unused.weight = self.embed_tokens.weight
 
     def hidden_states(self, tokens: Tensor) -> Tensor:
         """[batch, sequence] -> the activation that enters the head, [batch, sequence, hidden]."""
@@ -138,8 +170,7 @@ class Decoder(nn.Module):
             x = x * self.scale
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.recompute == "blocks" else layer(x)
-        x = self.norm(x)
-        return x.transpose(0, 1).contiguous().transpose(0, 1) if self.strided else x
+        return laid_out(self.norm(x), self.activation)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and labels, both int64 [batch, sequence], to loss and logits."""
@@ -150,10 +181,21 @@ class Decoder(nn.Module):
 
     def head_and_loss(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The activation that enters the head [batch, sequence, hidden], and labels, to loss and logits."""
-        logits = self.lm_head(x)
+        logits = (
+            self.lm_head(x.transpose(0, 1).contiguous()) if self.activation == "sequence_first" else self.lm_head(x)
+        )
+        if self.activation == "sequence_first":
+            logits = logits.transpose(0, 1)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         return self.loss_function(logits, labels=labels, vocab_size=self.vocab), logits
+
+
+def laid_out(x: Tensor, activation: str) -> Tensor:
+    """The same values, [batch, sequence, hidden], in the memory layout that the factor `activation` asks for."""
+    if activation == "transposed":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    return torch.stack((x, torch.zeros_like(x)), -1)[..., 0] if activation == "strided" else x
 
 
 def parameter_shapes(case: Case) -> dict[str, tuple[int, ...]]:
@@ -202,35 +244,50 @@ def initial_weights(case: Case) -> dict[str, Tensor]:
 
 def trainable(case: Case, name: str) -> bool:
     """Whether the case trains this parameter (a tied weight is one parameter, whichever name it goes by)."""
-    ends = (EMBEDDING, HEAD) if case.tied else (EMBEDDING,)
     if case.frozen == "body":
         return name in (EMBEDDING, HEAD, HEAD_BIAS)
-    return not (case.frozen == "embedding" and name in ends)
+    ends = {"embedding": (EMBEDDING, HEAD) if case.tied else (EMBEDDING,), "head": (HEAD, HEAD_BIAS)}
+    return name not in ends.get(case.frozen, ())
 
 
-def build_model(
-    case: Case, device: torch.device, dtype: torch.dtype, notice: Callable[[str, Decoder], None]
+def build_model(  # noqa: PLR0917 - the last two go together
+    case: Case,
+    device: torch.device,
+    dtype: torch.dtype,
+    notice: Callable[[str, Decoder], None],
+    partitioned: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    whole: Callable[[nn.Module], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Decoder:
     """Unsharded model with the initial weights, tied when and as the case says; `notice` hears of every event.
 
     With ``tie_when=after_shard`` the two weights are separate here and equal; the path ties them.
+
+    Args:
+        partitioned: within it, modules are built already cut over ranks (``init=zero`` and ``init=zero_dtype``).
+        whole: within it, the weights of such a model are whole and may be written.
     """
     early = case.tied and case.tie_when in ("construction", "meta")
-    with torch.device("meta" if case.tie_when == "meta" else device):
-        model = Decoder(case, tie=early).to(dtype)
+    on_meta = "meta" in (case.tie_when, case.init)
+    with torch.device("meta" if on_meta else device), partitioned():
+        model = Decoder(case, tie=early)
+        if not case.init.startswith("zero"):  # partitioned weights were given their precision as they were made
+            model = model.to(dtype)
     notice("tied" if early else "constructed", model)
-    if case.tie_when == "meta":
+    if on_meta:
         model.to_empty(device=device)
         notice("materialised", model)  # to_empty gives every alias a storage of its own (torchtitan issue 2252)
-        model.tie()
-        notice("tied", model)
-    load_weights(model, initial_weights(case))
+        if early:
+            model.tie()
+            notice("tied", model)
+    with whole(model):
+        load_weights(model, initial_weights(case))
     notice("loaded", model)
     if case.tied and case.tie_when == "after_load":
         model.tie()
         notice("tied", model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        parameter.requires_grad_(trainable(case, name))
+        if name != UNUSED:
+            parameter.requires_grad_(trainable(case, name))
     model.recompute = case.recompute  # set here and not by the constructor: the reference never recomputes
     return model
 
@@ -239,4 +296,5 @@ def build_model(
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy full weights into an unsharded model, rounding to its precision."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        parameter.copy_(weights[name])
+        if name != UNUSED:
+            parameter.copy_(weights[name])

@@ -32,11 +32,14 @@ class Piece:
         data: 1-d tensor on CPU, elements ``start .. start + data.numel()`` of the flattened local shard.
         start: offset in the flattened local shard; 0 for a whole shard.
         local_shape: shape of this tensor-parallel rank's whole shard, read off the live tensor.
+        everywhere: the parts lie on all ranks, tensor-parallel ones too, each of which computes with the whole
+            (`deepspeed.zero.Init` before tensor parallelism).
     """
 
     data: Tensor
     start: int
     local_shape: tuple[int, ...]
+    everywhere: bool = False
 
     @classmethod
     def whole(cls, local: Tensor) -> Piece:
@@ -45,9 +48,9 @@ class Piece:
         return cls(copy.reshape(-1), 0, tuple(local.shape))
 
     @classmethod
-    def part(cls, flat: Tensor, start: int, local_shape: Sequence[int]) -> Piece:
+    def part(cls, flat: Tensor, start: int, local_shape: Sequence[int], *, everywhere: bool = False) -> Piece:
         """Piece that holds a flat partition of a rank's local shard (copied to CPU)."""
-        return cls(flat.detach().to("cpu", copy=True).contiguous().reshape(-1), start, tuple(local_shape))
+        return cls(flat.detach().to("cpu", copy=True).contiguous().reshape(-1), start, tuple(local_shape), everywhere)
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,8 @@ class RankObservation:
             if isinstance(value, Piece):
                 key = keys.setdefault(id(value.data), f"{len(keys)}")
                 tensors[key] = value.data
-                return {"data": key, "start": value.start, "local_shape": value.local_shape}
+                placed = {"start": value.start, "local_shape": value.local_shape, "everywhere": value.everywhere}
+                return {"data": key, **placed}
             if isinstance(value, Mapping):
                 return {name: plain(item) for name, item in value.items()}
             if isinstance(value, tuple):
@@ -157,7 +161,8 @@ class RankObservation:
 
 def _rank(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RankObservation:
     def piece(found: Mapping[str, Any]) -> Piece:
-        return Piece(tensors[found["data"]], int(found["start"]), tuple(found["local_shape"]))
+        data, start = tensors[found["data"]], int(found["start"])
+        return Piece(data, start, tuple(found["local_shape"]), bool(found["everywhere"]))
 
     def pieces(found: Mapping[str, Any]) -> dict[str, Piece]:
         return {name: piece(item) for name, item in found.items()}
@@ -216,13 +221,17 @@ def assemble(
 
     Within a tensor-parallel rank the data-parallel ranks' pieces must cover the local shard; where they overlap they
     are compared bit by bit. Across tensor-parallel ranks the shards are either all full (then compared bit by bit) or
-    lie side by side along the one dimension whose extents add up.
+    lie side by side along the one dimension whose extents add up. Where all pieces are parts of one whole
+    (`everywhere`), all ranks' together must cover it.
 
     Raises:
         ObservationError: pieces missing, gaps, or shapes that do not add up to `full_shape`.
     """
     shards: list[Tensor] = []
     disagreements: list[str] = []
+    if tp > 1 and all(piece.everywhere for piece in pieces.values()):
+        # Cut over all ranks as if all were data-parallel ones.
+        pieces, tp, dp = {(0, t + tp * d): piece for (t, d), piece in pieces.items()}, 1, tp * dp
     for tp_rank in range(tp):
         mine = {dp: piece for (tp, dp), piece in pieces.items() if tp == tp_rank}
         if len(mine) != dp:

@@ -25,10 +25,11 @@ from suites.precision import LOSS_SCALE, LOW, UNIT_ROUNDOFF, multiplying
 # the data reach the first and last row of every shard.)
 DETERMINED_BY = (
     "tie", "tp", "dp", "hidden", "vocab", "layers", "sequence", "batch", "accumulate", "padding_idx",
-    "embedding_scale", "head_bias", "activation", "frozen", "seed", "loss", "logit_scale",
+    "embedding_scale", "head_bias", "activation", "frozen", "seed", "loss", "logit_scale", "embedding_class",
+    "embedding_option", "ignored",
 )  # fmt: skip
 # Those of them that make the data of a step; the others make the model.
-OF_DATA = ("tp", "dp", "vocab", "sequence", "batch", "accumulate", "padding_idx", "seed")
+OF_DATA = ("tp", "dp", "vocab", "sequence", "batch", "accumulate", "padding_idx", "seed", "ignored")
 OF_MODEL = tuple(name for name in DETERMINED_BY if name not in OF_DATA or name in ("vocab", "padding_idx"))
 
 # What a cache keeps beside evaluations: building a small model takes as long as running it, a larger one's does not.

@@ -71,13 +71,10 @@ def build(case: Case, device: torch.device, notice: Notice) -> DeepSpeedTrainer:
     """
     _prepare(device)
     try:
-        model = build_model(case, device, getattr(torch, case.dtype), lambda event, m: _notice(notice, event, m))
         with contextlib.redirect_stdout(sys.stderr):  # some versions print diagnostics
+            model = _unsharded(case, device, notice)
             engine, *_ = deepspeed.initialize(
-                model=model,
-                # A callable is handed the parameters that are there after sharding, whatever modules AutoTP replaced.
-                optimizer=lambda parameters: optimizers.make(case, _trainable(parameters)),
-                config=configuration(case),
+                model=model, optimizer=_optimizer(case, model), config=configuration(case)
             )
         _install_loss(engine.module)
     except BaseException:
@@ -85,6 +82,42 @@ def build(case: Case, device: torch.device, notice: Notice) -> DeepSpeedTrainer:
         raise
     _notice(notice, "sharded", engine.module)
     return DeepSpeedTrainer(case, engine)
+
+
+def _unsharded(case: Case, device: torch.device, notice: Notice) -> Decoder:
+    """The model that DeepSpeed is given: whole, or with ``init=zero`` in ZeRO's partitions already."""
+    dtype = getattr(torch, case.dtype)
+    told = lambda event, model: _notice(notice, event, model)  # noqa: E731
+    if not case.init.startswith("zero"):
+        return build_model(case, device, dtype, told)
+    given = {"dtype": dtype} if case.init == "zero_dtype" else {}
+    return build_model(
+        case,
+        device,
+        dtype,
+        told,
+        partitioned=lambda: deepspeed.zero.Init(config_dict_or_path=configuration(case), **given),
+        whole=lambda model: deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0),
+    )
+
+
+def _optimizer(case: Case, model: nn.Module) -> Any:
+    """What ``deepspeed.initialize`` is given as optimizer; None where its configuration names one."""
+    if case.optimizer_from == "client":
+        return optimizers.make(case, _trainable(model.parameters()))
+    if case.optimizer_from == "config":
+        return None
+    # A callable is handed the parameters that are there after sharding, whatever modules AutoTP replaced.
+    return lambda parameters: optimizers.make(case, _trainable(parameters))
+
+
+# DeepSpeed's names of the optimizers: torch's own classes, no compiled ones.
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("SGD", {}),
+    "momentum": ("SGD", {}),
+    "adam": ("Adam", {"torch_adam": True, "adam_w_mode": False}),
+    "adamw": ("AdamW", {"torch_adam": True}),
+}
 
 
 def configuration(case: Case) -> dict[str, Any]:
@@ -98,6 +131,9 @@ def configuration(case: Case) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": case.zero},
     }
+    if case.optimizer_from == "config":
+        kind, options = OPTIMIZERS[case.optimizer]
+        config["optimizer"] = {"type": kind, "params": {**optimizers.SETTINGS[case.optimizer], **options}}
     if case.dtype == "bfloat16":
         config["bf16"] = {"enabled": True}
         # By default gradients are summed and sent in bf16; without ZeRO another sum is refused.
@@ -127,11 +163,13 @@ def _layer_specs(case: Case) -> list[dict[str, Any]]:
         return spec([name], "column", gather_output=case.head == "gathered")
 
     # The vocab head is asked for by an option of its own; an entry for it would be superseded.
-    ends = [] if case.head == "vocab" else [end("lm_head")]
+    ends = [] if case.head in ("vocab", "unmatched") else [end("lm_head")]
+    cut = case.embedding_cut
+    embedding = end("embed_tokens") if cut == "as_head" else spec(["embed_tokens"], cut)
     if case.embedding_spec == "before_head":
-        ends.insert(0, end("embed_tokens"))
+        ends.insert(0, embedding)
     elif case.embedding_spec == "after_head":
-        ends.append(end("embed_tokens"))
+        ends.append(embedding)
     return [*ends, spec(COLUMN, "column"), spec(ROW, "row")]
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import safe_get_full_grad, safe_get_local_grad
+from deepspeed.utils import groups, safe_get_full_grad, safe_get_local_grad
 
 from suites.observe import Piece
 
@@ -79,7 +80,13 @@ def weight_piece(parameter: Any, dp_rank: int) -> Piece:
 
 
 def _partition(parameter: Any, flat: torch.Tensor, dp_rank: int) -> Piece:
-    """ZeRO 3: equal flat partitions in the order of the ranks, the last ones padded; the padding is cut off."""
-    start = min(dp_rank * parameter.partition_numel(), parameter.ds_numel)
+    """ZeRO 3: equal flat partitions in the order of the ranks, the last ones padded; the padding is cut off.
+
+    Parameters that `deepspeed.zero.Init` made and AutoTP left whole stay cut over all ranks.
+    """
+    group = getattr(parameter, "ds_process_group", None)
+    rank = dp_rank if group is None else dist.get_rank(group)
+    everywhere = group is not None and dist.get_world_size(group) > groups._get_data_parallel_world_size()
+    start = min(rank * parameter.partition_numel(), parameter.ds_numel)
     held = min(parameter.partition_numel(), parameter.ds_numel - start)
-    return Piece.part(flat.reshape(-1)[:held], start, parameter.ds_shape)
+    return Piece.part(flat.reshape(-1)[:held], start, parameter.ds_shape, everywhere=everywhere)

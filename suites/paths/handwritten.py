@@ -330,7 +330,7 @@ class VocabParallelLoss:
         if self.kind == "weighted":
             weights = token_weights(labels) * counted
             return (losses * weights).sum() / weights.sum()
-        return losses.sum() / counted.sum()
+        return losses.sum() / counted.sum().clamp(min=1)  # the mean over no label is 0
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of each token, flattened; zero where the label is ignored."""

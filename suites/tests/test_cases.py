@@ -49,6 +49,8 @@ def test_defaults_are_frozen():
         "register": "embedding_first", "tie_when": "construction", "embedding_spec": "none", "padding_idx": "none",
         "embedding_scale": "1", "head_bias": "no", "activation": "contiguous", "frozen": "none", "seed": "0",
         "steps": "3", "matmul": "ieee", "loss": "mean", "logit_scale": "1", "recompute": "none", "resume": "none",
+        "embedding_cut": "as_head", "embedding_class": "plain", "embedding_option": "none", "also_tied": "none",
+        "ignored": "unequal", "init": "device", "optimizer_from": "callable",
     }  # fmt: skip
 
 
@@ -77,6 +79,17 @@ def test_defaults_are_frozen():
         ("handwritten:logit_scale=0", "nothing of the softmax"),
         ("deepspeed:loss=smoothed", "the mean cross-entropy and nothing else"),
         ("deepspeed:resume=reload", "not built yet"),
+        ("handwritten:head=unmatched", "no pattern-based configuration"),
+        ("deepspeed:frozen=head", "a tied head is the embedding"),
+        ("deepspeed:init=meta", "breaks a tie"),
+        ("deepspeed:init=zero,zero=2", "that is ZeRO 3"),
+        ("deepspeed:ignored=rank", "nothing to learn from"),
+        ("deepspeed:embedding_cut=row", "nothing names the embedding"),
+        ("deepspeed:head=unmatched,embedding_spec=before_head", "no entry for the head"),
+        ("deepspeed:embedding_class=scaled", "needs an embedding_scale"),
+        ("deepspeed:tie=untied,embedding_option=sparse", "an optimizer of their own"),
+        ("deepspeed:also_tied=linear", "only a row-parallel head"),
+        ("handwritten:vocab=3,tp=4", "leaves a shard empty"),
     ],
 )
 def test_refused_with_the_reason(text, reason):

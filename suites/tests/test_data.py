@@ -56,3 +56,12 @@ def test_token_weights_differ_and_are_exact_in_every_precision():
     assert weights.shape == (labels.numel(),)
     assert (weights.min() > 0, len(weights.unique()) > 4) == (True, True)
     assert torch.equal(weights.bfloat16().float(), weights)
+
+
+def test_ignored_labels_are_as_asked():
+    case = Case("handwritten", dp=2)
+    none, rank = case.but(ignored="none"), case.but(ignored="rank")
+    assert not (micro_batch(none, 0, 0, 0).labels == IGNORED).any()
+    assert (micro_batch(rank, 0, 0, 1).labels == IGNORED).all()
+    assert not (micro_batch(rank, 0, 0, 0).labels == IGNORED).any()
+    assert torch.equal(micro_batch(rank, 0, 0, 1).tokens, micro_batch(none, 0, 0, 1).tokens)

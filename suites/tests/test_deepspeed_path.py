@@ -32,6 +32,7 @@ FOUR_RANKS = [
     f"deepspeed:tie=tied,head=row,zero=2,tp=2,dp=2,{UNEVEN},clip=0.5,accumulate=2,optimizer=adamw",
     f"deepspeed:tie=untied,head=gathered,zero=3,tp=2,dp=2,{UNEVEN},head_bias=yes",
     f"deepspeed:tie=tied,head=row,zero=0,tp=4,{UNEVEN}",
+    f"deepspeed:tie=tied,head=vocab,zero=3,tp=2,dp=2,{UNEVEN},init=zero,ignored=rank",
 ]
 TWO_RANKS = [
     "deepspeed:tie=tied,head=row,zero=0,embedding_spec=before_head",
@@ -44,6 +45,11 @@ TWO_RANKS = [
     "deepspeed:tie=untied,head=vocab,zero=0,frozen=embedding",
     f"deepspeed:tie=untied,head=row,zero=2,{UNEVEN},head_bias=yes",
     "deepspeed:tie=untied,head=gathered,zero=1",
+    f"deepspeed:tie=tied,head=unmatched,zero=2,{UNEVEN},ignored=none",
+    f"deepspeed:tie=tied,head=row,zero=3,{UNEVEN},init=zero,optimizer_from=client,optimizer=adamw",
+    "deepspeed:tie=tied,head=row,zero=0,embedding_option=scale_grad_by_freq,optimizer_from=config,optimizer=adam",
+    f"deepspeed:tie=untied,head=row,zero=1,{UNEVEN},frozen=head,init=meta,activation=strided",
+    "deepspeed:tie=tied,head=vocab,zero=2,embedding_spec=before_head,embedding_cut=column,activation=sequence_first",
     f"deepspeed:tie=tied,head=vocab,zero=2,tp=1,dp=2,{UNEVEN},optimizer=adamw,clip=0.5",
     "deepspeed:tie=untied,head=vocab,zero=3,tp=1,dp=2,accumulate=2",
 ]
@@ -218,8 +224,9 @@ def test_zero_shares_the_gradient_out(trained: Path, text: str) -> None:
     case, observed = _read(trained, text)
     for tp_rank in range(case.tp):
         pieces = [o.steps[0].gradients for o in observed if o.tp_rank == tp_rank]
-        held = sum(p.data.numel() for mine in pieces for p in mine.values())
-        shard = sum(torch.Size(p.local_shape).numel() for p in pieces[0].values())
+        within = [p for mine in pieces for p in mine.values() if not p.everywhere]
+        held = sum(p.data.numel() for p in within)
+        shard = sum(torch.Size(p.local_shape).numel() for p in pieces[0].values() if not p.everywhere)
         assert held == shard * (case.dp if case.zero == 0 else 1)
         weights = [o.steps[0].weights[EMBEDDING] for o in observed if o.tp_rank == tp_rank]
         parts = sum(w.data.numel() for w in weights)

@@ -37,6 +37,21 @@ def test_uneven_shards_in_zero_parts_make_the_full_tensor(dim):
     assert whole.replicas_equal
 
 
+def test_a_whole_cut_over_all_ranks_is_put_together_from_all_of_them():
+    whole = torch.arange(7.0)
+    parts = {(t, d): (t + 2 * d) * 2 for t in range(2) for d in range(2)}
+    pieces = {
+        place: Piece.part(whole[start : start + 2], start, whole.shape, everywhere=True)
+        for place, start in parts.items()
+    }
+    found = assemble("norm.weight", pieces, whole.shape, 2, 2)
+    assert torch.equal(found.value, whole)
+    assert (found.dim, found.partitioned) == (None, True)
+    del pieces[1, 1]
+    with pytest.raises(ObservationError, match="3 of 4 data-parallel pieces"):
+        assemble("norm.weight", pieces, whole.shape, 2, 2)
+
+
 def test_replicas_that_differ_by_one_bit_are_seen():
     copies = {(t, d): Piece.whole(FULL) for t in range(2) for d in range(2)}
     assert assemble("w", copies, FULL.shape, 2, 2).replicas_equal
