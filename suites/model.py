@@ -49,7 +49,8 @@ def causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, kind: str = "me
     """
     logits, labels = at_least_fp32(logits).reshape(-1, vocab_size), labels.reshape(-1)
     if not bool((labels != IGNORED).any()):
-        return (logits * 0).sum()  # the mean over no label is 0, as in vocabulary-parallel losses
+        # The mean over no label is 0, as in vocabulary-parallel losses; all that is else done is done all the same.
+        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     if kind == "weighted":
         weights = token_weights(labels).to(logits.dtype) * (labels != IGNORED)
         losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")

@@ -73,9 +73,7 @@ def build(case: Case, device: torch.device, notice: Notice) -> DeepSpeedTrainer:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # some versions print diagnostics
             model = _unsharded(case, device, notice)
-            engine, *_ = deepspeed.initialize(
-                model=model, optimizer=_optimizer(case, model), config=configuration(case)
-            )
+            engine, *_ = deepspeed.initialize(model=model, config=configuration(case), **_optimizing(case, model))
         _install_loss(engine.module)
     except BaseException:
         _forget()
@@ -101,14 +99,14 @@ def _unsharded(case: Case, device: torch.device, notice: Notice) -> Decoder:
     )
 
 
-def _optimizer(case: Case, model: nn.Module) -> Any:
-    """What ``deepspeed.initialize`` is given as optimizer; None where its configuration names one."""
+def _optimizing(case: Case, model: nn.Module) -> dict[str, Any]:
+    """What ``deepspeed.initialize`` is given to optimize with."""
     if case.optimizer_from == "client":
-        return optimizers.make(case, _trainable(model.parameters()))
+        return {"optimizer": optimizers.make(case, _trainable(model.parameters()))}
     if case.optimizer_from == "config":
-        return None
+        return {"model_parameters": _trainable(model.parameters())}
     # A callable is handed the parameters that are there after sharding, whatever modules AutoTP replaced.
-    return lambda parameters: optimizers.make(case, _trainable(parameters))
+    return {"optimizer": lambda parameters: optimizers.make(case, _trainable(parameters))}
 
 
 # DeepSpeed's names of the optimizers: torch's own classes, no compiled ones.
