@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from suites import covering
 from suites.cases import Case, product
 
 BOTH = ("handwritten", "deepspeed")
@@ -174,12 +175,67 @@ PR = Plan(
     ),
 )
 
+COVERED = Selection(
+    "all pairs of factor values, and all triples of those of the head (a covering array, suites/covering.py)",
+    covering.cases("deepspeed"),
+)
+# What fails or is refused by itself, and would hide whatever else a case of the covering array has.
+APART = (
+    _select(
+        "embeddings that cannot be sharded with the head",
+        "deepspeed",
+        tie="tied",
+        head=SHARDED,
+        embedding_option=("max_norm", "sparse", "scale_grad_by_freq"),
+        zero=(0, 3),
+    ),
+    _select(
+        "an embedding whose class has a forward of its own",
+        "deepspeed",
+        tie=TIES,
+        head=SHARDED,
+        embedding_class="scaled",
+        embedding_scale=6.0,
+    ),
+    _select("a further module that holds the tied weight", "deepspeed", tie="tied", head="row", also_tied="linear"),
+    _select("a vocabulary smaller than tp", "deepspeed", tie=TIES, head="vocab", vocab=3, tp=4),
+    _select(
+        "the configuration names a tied embedding and no head",
+        "deepspeed",
+        tie="tied",
+        head="unmatched",
+        embedding_spec="before_head",
+        embedding_cut=("row", "column"),
+        zero=(0, 3),
+    ),
+    _select("bf16 without ZeRO", "deepspeed", tie=TIES, head=SHARDED, dtype="bfloat16", zero=0),
+    _select("built under zero.Init, which is given its precision", "deepspeed", head="row", zero=3, init="zero_dtype"),
+    _select(
+        "built under zero.Init, two by two ranks, accumulated",
+        "deepspeed",
+        tie=TIES,
+        head=SHARDED,
+        zero=3,
+        init="zero",
+        dp=2,
+        accumulate=2,
+    ),
+)
+
+MATRIX = Plan(
+    name="matrix",
+    meaning="every factor of DeepSpeed's training: a covering array, and what fails or is refused by itself",
+    budget_seconds=1200,
+    selections=(COVERED, *APART),
+)
+
 NIGHTLY = Plan(
     name="nightly",
-    meaning="pr, and meshes of four ranks, with the factors crossed with ZeRO",
+    meaning="pr, matrix, and meshes of four ranks, with the factors crossed with ZeRO",
     budget_seconds=1800,
     base=PR,
     selections=(
+        *MATRIX.selections,
         _select("two by two ranks", BOTH, sizes=SIZES, tie=TIES, head=SHARDED, zero=(0, 1, 2, 3), dp=2),
         _select("four tensor-parallel ranks", BOTH, sizes=SIZES, tie=TIES, head=SHARDED, zero=(0, 2), tp=4),
         _select(
@@ -298,4 +354,4 @@ FULL = Plan(
     ),
 )
 
-PLANS: dict[str, Plan] = {plan.name: plan for plan in (SMOKE, PR, NIGHTLY, FULL)}
+PLANS: dict[str, Plan] = {plan.name: plan for plan in (SMOKE, PR, MATRIX, NIGHTLY, FULL)}

@@ -663,14 +663,21 @@ class Session:
         return {"status": "finished", **judged.fields()}
 
     def _again(self, case: Case, observations: Path, fault: str | None, trace: int | None = None) -> Path:
-        """Run one more case on the same ranks, for a verdict that needs it; returns where its observations are.
+        """Run one more case for a verdict that needs it; returns where its observations are.
+
+        Where the next case has cost the ranks, on new ones.
 
         Raises:
-            RunFailed: it did not end well, or there is no time or no rank left for it.
+            RunFailed: it did not end well, or there is no time left for it.
         """
-        ranks, limit = self.sets.get(case.world_size), min(self.settings.case_limit, self.left)
-        if ranks is None or limit <= 0:
-            raise RunFailed("no ranks are left" if ranks is None else "no time is left")
+        limit = min(self.settings.case_limit, self.left)
+        if limit <= 0:
+            raise RunFailed("no time is left")
+        started = self._ready(case, min(self.settings.startup_limit, self.left))
+        if started is not None and not started.good:
+            self._drop(case.world_size)
+            raise RunFailed(f"new ranks did not come up: {started.places()}")
+        ranks = self.sets[case.world_size]
         try:
             observations.mkdir(parents=True)
         except OSError as error:

@@ -78,6 +78,7 @@ AXES: Mapping[str, Axes] = {
     }, triples=("tie", "head", "zero", "hidden", "vocab", "tp", "register", "embedding_spec", "embedding_cut"), apart=(
         Rule(lambda c: c.head == "unmatched" and c.embedding_spec != "none", "the tie breaks, the forward fails"),
         Rule(lambda c: c.dtype == "bfloat16" and c.zero == 0, "gradients are summed in bf16"),
+        Rule(lambda c: c.init == "zero" and c.dp > 1 and c.accumulate > 1, "ranks gather in different orders"),
     )),
 }
 # fmt: on
@@ -115,7 +116,8 @@ def search(axes: Axes) -> list[Case]:
     )
     found = [Case(axes.path, **row) for row in controller.make()]
     for missing in uncovered(axes, found):
-        found.append(_completed(axes, missing))
+        if case := _completed(axes, missing):
+            found.append(case)
     return found
 
 

@@ -147,6 +147,16 @@ def test_a_failure_of_this_program_costs_one_case(session):
     assert s.run(ALONE).verdict in records.GREEN
 
 
+def test_a_verdict_that_needs_ranks_gets_new_ones_where_the_next_case_has_cost_the_old_ones(session):
+    s = session()
+    case = Case("handwritten", layers=1, head="row", hidden=35, matmul="tf32")
+    flight = s.train(case, "detached_lookup_hidden")
+    s._drop(case.world_size)  # as a case that crashes does
+    record = s.settle(flight)
+    assert record.verdict == "bug"
+    assert [rung.arithmetic for rung in record.escalation] == ["float32"]
+
+
 def test_a_judge_that_is_killed_costs_nothing_and_one_that_takes_too_long_is_ended(session):
     s = session()
     flight = s.train(ALONE)
@@ -478,13 +488,17 @@ def test_order_and_shards():
 
 
 def test_plans_are_nested_and_every_selection_has_cases():
-    smaller: set[Case] = set()
     for plan in plans.PLANS.values():
-        assert smaller <= set(plan.cases), f"{plan.name} lacks cases of the plan before"
+        assert set(plan.base.cases if plan.base else ()) <= set(plan.cases)
         assert len(set(plan.cases)) == len(plan.cases)
-        smaller = set(plan.cases)
         for selection in plan.all_selections():
             assert selection.cases, f"{plan.name}: {selection.reason}"
+
+
+def test_the_nightly_covers_the_matrix():
+    assert set(plans.MATRIX.cases) <= set(plans.NIGHTLY.cases)
+    for wanted in ({"init": "zero"}, {"head": "unmatched"}, {"ignored": "rank"}, {"embedding_option": "sparse"}):
+        assert any(all(getattr(c, k) == v for k, v in wanted.items()) for c in plans.MATRIX.cases), wanted
 
 
 def test_smoke_covers_what_it_must():
