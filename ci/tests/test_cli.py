@@ -51,7 +51,7 @@ def test_a_run_prints_progress_and_report(tmp_path):
         (["run", "--case", "handwritten:colour=red"], "unknown factor 'colour'"),
         (["run", "--case", "handwritten:zero=3"], "spells ZeRO 0, 1 and 2 out, not 3"),
         (["run", "--case", "handwritten:tp=3"], "attention heads"),
-        (["run", "--plan", "weekly"], "unknown plan 'weekly'; one of smoke, pr, nightly, full"),
+        (["run", "--plan", "weekly"], "unknown plan 'weekly'; one of smoke, pr, matrix, nightly, full"),
         (["run", "--plan", "smoke", "--case", ALONE.id], "exclude each other"),
         (["run", "-k", "no such text"], "no case is left"),
         (["run", "--path", "megatron"], "unknown path 'megatron'"),
