@@ -66,6 +66,7 @@ class Failed(Message, frozen=True, tag="failed"):
         traceback: the whole traceback.
         lifecycle: of a case, the model's events up to then: event, same object, same storage
         (`suites.lifecycle.Lifecycle`).
+        changed: parts of the user's model that were no longer the user's when it was raised.
     """
 
     phase: str
@@ -75,6 +76,7 @@ class Failed(Message, frozen=True, tag="failed"):
     refusal: bool
     traceback: str
     lifecycle: list[tuple[str, bool, bool]] = []
+    changed: list[str] = []
 
 
 # From the supervisor.

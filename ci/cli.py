@@ -20,6 +20,7 @@ from rich.table import Table
 from ci import plans, records, schedule, supervisor
 from ci.display import Printer, discard, duration, prepare_output
 from ci.exit_codes import FAILED, INTERRUPTED, OK, USAGE
+from ci.matrix_command import known_command, print_cells
 from ci.options import (
     EXIT_CODES,
     FlatFormat,
@@ -83,9 +84,24 @@ def list_command(
     explain: Annotated[
         bool, typer.Option(help="Explain plans and factors instead: values, defaults, refusals.")
     ] = False,
+    over: Annotated[
+        str | None,
+        typer.Option(
+            help="Factors, separated by commas: list every combination of their values instead, and whether it runs, "
+            "is refused, is known to be wrong, or makes no sense.",
+            metavar="FACTORS",
+            callback=given,
+        ),
+    ] = None,
+    base: Annotated[
+        str, typer.Option(help="With --over: a case whose other factors all combinations have.", metavar="CASE")
+    ] = "deepspeed:head=vocab",
     form: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.table,
 ) -> None:
     """List a plan's cases, or explain what cases are made of."""
+    if over is not None:
+        print_cells(over, base, form)
+        return
     found = _explained() if explain else _listed(plan_of(plan))
     if form is Format.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
@@ -243,6 +259,7 @@ def _print_plan(slots: Sequence[Slot], phases: Phases, ahead: str, notes: Sequen
 
 
 app.command(epilog=EXIT_CODES)(run)
+app.command("known", epilog=EXIT_CODES)(known_command)
 
 
 # faults
@@ -280,7 +297,7 @@ def faults_command(  # noqa: PLR0917 - each is an option
     directory = Path(out) if out is not None else default_out("faults")
     check_out(directory)
     progress = Console(stderr=True, highlight=False) if form is Format.json else Printer(highlight=False)
-    settings = Settings(device=device, case_limit=case_limit)
+    settings = Settings(device=device, case_limit=case_limit, known=False)
     rows: list[fault_plan.Row] = []
 
     def on_row(row: fault_plan.Row) -> None:
@@ -379,7 +396,7 @@ def calibrate(
     with supervisor.interruptible(restore=False):
         try:
             progress.say(f"{len(jobs)} runs, results in {directory}")
-            settings = Settings(device=device, case_limit=calibrating.CASE_LIMIT)
+            settings = Settings(device=device, case_limit=calibrating.CASE_LIMIT, known=False)
             calibrating.run(jobs, directory, settings, progress.on_start, progress.on_run)
         except (SetupError, records.LogError) as error:
             say(str(error))

@@ -15,7 +15,7 @@ from ci import hangs, records
 from ci.ranks import Outcome, check_writable, is_secondary
 from ci.records import Record
 from ci.subject import SetupError
-from suites import bug_classes
+from suites import bug_classes, expectations
 from suites.cases import Case
 from suites.lifecycle import Lifecycle, broken_tie
 
@@ -30,6 +30,7 @@ OF_COLLECTIVES = (
     "collective does not end", "unknown",
 )  # fmt: skip
 
+MOST_PARTS = 3  # of a model, named in one sentence
 BY_SOMEBODY = ("was killed by SIGKILL", "was killed by SIGTERM")  # no full disk ends a process like that
 
 
@@ -67,10 +68,18 @@ def failed(case: Case, outcome: Outcome, what: str, directory: Path, *, cut: boo
         raise unwritable(directory, full) from None
     if outcome.refused and primary:
         _, error = primary
-        return found | {
-            "verdict": "refused",
-            "evidence": f"{error.type}: {paragraph(error.message)} ({error.where})",
-        }
+        refusal = f"{error.type}: {paragraph(error.message)} ({error.where})"
+        if late := changed(outcome):
+            finding = records.Finding(oracle="refusal", flagged=True, evidence=late)
+            more = {"oracle": finding.oracle, "findings": (finding,), "evidence": f"{refusal}; {late}"}
+            return found | {"verdict": "refused", **more}
+        return found | {"verdict": "refused", "evidence": refusal}
+    deferred = [f for f in outcome.failures.values() if f.refusal and "forward" in f.phase]
+    if len(deferred) == len(outcome.phases):
+        first = deferred[0]
+        told = f"refused only in {first.phase!r}, after the model was built: {first.type}: {paragraph(first.message)}"
+        finding = records.Finding(oracle="refusal", flagged=True, evidence=f"{told} ({first.where})")
+        return found | {"verdict": "crash", "oracle": "refusal", "findings": (finding,), "evidence": finding.evidence}
     if tie := broken_tie_of(case, outcome):
         evidence = f"{tie.evidence}; then {cause(outcome)}"
         found |= {"verdict": "bug", "oracle": tie.oracle, "findings": (tie,), "evidence": evidence}
@@ -79,6 +88,15 @@ def failed(case: Case, outcome: Outcome, what: str, directory: Path, *, cut: boo
         evidence = f"{cause(outcome)}; {difference.sentence}"
         return found | {"verdict": "crash", "evidence": evidence, "collectives": hang.table(), "guesses": (HANG,)}
     return found | {"verdict": "crash", "evidence": cause(outcome)}
+
+
+def changed(outcome: Outcome) -> str:
+    """What a refusal left changed of the user's model, which must not be used any more then; empty where nothing."""
+    for rank, failed in sorted(outcome.failures.items()):
+        if parts := failed.changed:
+            more = f" and {len(parts) - MOST_PARTS} more" if len(parts) > MOST_PARTS else ""
+            return f"refused after the model was changed: on rank {rank} {', '.join(parts[:MOST_PARTS])}{more}"
+    return ""
 
 
 def unwritable(directory: Path, error: OSError) -> SetupError:
@@ -139,9 +157,48 @@ def annotated(record: Record) -> Record:
     if record.status == "finished" and records.over_budget(record):
         judging = f", {record.judge_seconds:.1f} s of it judging" if record.judge_seconds else ""
         notes.append(f"took {record.wall_seconds:.1f} s{judging}: over its limit of {record.budget_seconds:.0f} s")
-    if not notes:
+    if notes:
+        record = msgspec.structs.replace(record, evidence="; ".join(filter(None, [*notes, record.evidence])))
+    return record
+
+
+def foreseen(record: Record) -> Record:
+    """The record with what the suite's tables say of its case and build, if they say anything.
+
+    Runs with a patch or a fault are none that a table speaks of.
+    """
+    if record.patch or record.fault or record.status not in ("finished", "timeout"):
         return record
-    return msgspec.structs.replace(record, evidence="; ".join(filter(None, [*notes, record.evidence])))
+    case, version = Case.parse(record.case), version_of(record.target)
+    found = expectations.concerning(case, version)
+    if not found:
+        return record
+    flagged = [finding.oracle for finding in record.findings if finding.flagged]
+    met = next((e for e in found if e.foresees(record.verdict, flagged, record.evidence)), None)
+    entry, note = met or found[0], ""
+    if met is None and record.verdict in records.GREEN:
+        if not all(e.always for e in found):
+            return record
+        note = f"{entry.kind} {entry.name} no longer holds in {record.target}: give its versions an upper bound there"
+    elif met is None:
+        note = f"not what {entry.kind} {entry.name} foresees ({' or '.join(entry.verdicts)})"
+    told = records.Expectation(
+        kind=entry.kind,
+        name=entry.name,
+        why=entry.why,
+        link=entry.link,
+        since=entry.since,
+        met=met is not None,
+        note=note,
+    )
+    evidence = "; ".join(filter(None, [note, record.evidence]))
+    return msgspec.structs.replace(record, expectation=told, evidence=evidence)
+
+
+def version_of(target: str) -> str:
+    """Version in a build's label, ``deepspeed==0.19.8 (1a2b3c)``; empty where it has none."""
+    found = re.search(r"==([^\s()]+)", target)
+    return found[1] if found else ""
 
 
 def first_line(text: str) -> str:

@@ -14,6 +14,7 @@ from suites.cases import Case, product
 BOTH = ("handwritten", "deepspeed")
 TIES = ("tied", "untied")
 HEADS = ("vocab", "row", "gathered")
+ORDERS = ("embedding_first", "head_first")
 SHARDED = ("vocab", "row")  # a tied gathered head stays replicated in DeepSpeed: it says nothing about sharding
 EVEN = {"hidden": 32, "vocab": 64}
 UNEVEN = {"hidden": 35, "vocab": 67}  # no dimension divides by 2 or 4
@@ -188,6 +189,7 @@ APART = (
         head=SHARDED,
         embedding_option=("max_norm", "sparse", "scale_grad_by_freq"),
         zero=(0, 3),
+        register=ORDERS,
     ),
     _select(
         "an embedding whose class has a forward of its own",
@@ -196,9 +198,18 @@ APART = (
         head=SHARDED,
         embedding_class="scaled",
         embedding_scale=6.0,
+        register=ORDERS,
     ),
-    _select("a further module that holds the tied weight", "deepspeed", tie="tied", head="row", also_tied="linear"),
-    _select("a vocabulary smaller than tp", "deepspeed", tie=TIES, head="vocab", vocab=3, tp=4),
+    _select(
+        "a further module that holds the tied weight",
+        "deepspeed",
+        tie="tied",
+        head="row",
+        also_tied="linear",
+        register=ORDERS,
+    ),
+    _select("a vocabulary smaller than tp", "deepspeed", tie=TIES, head="vocab", vocab=3, tp=4, register=ORDERS),
+    _select("fp16 where the device has none", "deepspeed", head=SHARDED, dtype="float16", zero=(0, 2)),
     _select(
         "the configuration names a tied embedding and no head",
         "deepspeed",

@@ -74,6 +74,7 @@ class Settings:
         case_limit, startup_limit, judge_limit: seconds, above 0 and at most `LONGEST`.
         keep_observations: keep what the ranks saw of green cases too.
         references: directory in which references are kept between runs; None: they are not.
+        known: refusals and known issues of the suite's tables are as expected; else only green is.
     """
 
     launcher: Launcher = "fork"
@@ -87,6 +88,7 @@ class Settings:
     judge_limit: float = 300.0
     keep_observations: bool = False
     references: Path | None = None
+    known: bool = True
     say: Callable[[str], None] = field(default=print, compare=False)
 
     def __post_init__(self) -> None:

@@ -33,11 +33,11 @@ import msgspec
 
 EVENTS = "events.jsonl"
 ENVIRONMENT = "environment.json"
-SCHEMA = 3
+SCHEMA = 4
 ENVIRONMENT_CHECK = "switches"  # the check that speaks of the environment, not of the program
 # 2 added measured, escalation, diagnosis, guesses, dormant and verdict_seconds; 3 added resumed rows, phases, forecast,
-# reason, why, collectives and overlapped.
-READABLE = (1, 2, 3)
+# reason, why, collectives and overlapped; 4 added expectation.
+READABLE = (1, 2, 3, 4)
 
 Status = Literal["finished", "timeout", "lost", "not_run", "skipped"]
 Verdict = Literal["exact", "rounding", "bug", "bug: precision", "inconclusive", "refused", "crash", "hang"]
@@ -138,6 +138,23 @@ class Dormant(Row, frozen=True):
     reason: str
 
 
+class Expectation(Row, frozen=True):
+    """What a table of the suite says that a case comes to: a refusal or a known issue.
+
+    Args:
+        kind: "refusal" or "known issue"; name, why, link, since: of the entry in that table.
+        met: the case came to that; where it did not, `note` says what to do about the entry.
+    """
+
+    kind: Literal["refusal", "known issue"]
+    name: str
+    why: str
+    met: bool
+    link: str = ""
+    since: str = ""
+    note: str = ""
+
+
 class Forecast(Row, frozen=True):
     """How long the run was expected to take when it started: what `ci.forecast` says.
 
@@ -181,6 +198,7 @@ class Record(Row, frozen=True):
     diagnosis: str = ""  # where a deviation comes from: module, rank, rows
     guesses: tuple[Guess, ...] = ()
     dormant: tuple[Dormant, ...] = ()
+    expectation: Expectation | None = None
     factors: dict[str, str] = {}
     error: float | None = None
     limit: float | None = None
@@ -885,7 +903,12 @@ def _to_come(case: str, plan: RunRow, started: StartedRow | None) -> Record:
 
 def expected(record: Record) -> bool:
     """True when a record counts as green: finished, exact or rounding, nothing in it speaks against that, the
-    environment was as asked, and no fault was put in: a fault that comes out green was not caught."""
+    environment was as asked, and no fault was put in: a fault that comes out green was not caught.
+
+    So does a refusal or a known issue that came out as a table of the suite foresees.
+    """
+    if record.expectation is not None:
+        return record.expectation.met and record.status in ("finished", "timeout")
     green = record.status == "finished" and record.verdict in GREEN
     as_asked = record.fault is None or record.harmless
     return green and as_asked and contradiction(record) is None and not elsewhere(record)

@@ -103,6 +103,10 @@ def run(  # noqa: PLR0917 - each is an option, given by name on the command line
     reference_cache: Annotated[
         bool, typer.Option(help="Keep what the reference computes, for later cases and runs, in the cache.")
     ] = True,
+    known: Annotated[
+        bool,
+        typer.Option(help="Refusals and known issues of the suite's tables are as expected (`tiebench known`)."),
+    ] = True,
     report_every: Annotated[
         float, typer.Option(help="Seconds between two reports during the run; 0: none.", callback=seconds)
     ] = periodic.INTERVAL,
@@ -132,6 +136,7 @@ def run(  # noqa: PLR0917 - each is an option, given by name on the command line
         case_limit=case_limit,
         startup_limit=startup_limit,
         references=_references() if reference_cache else None,
+        known=known,
         say=display.say,
     )
     others = _other_nodes(settings, subject)

@@ -311,6 +311,8 @@ class Session:
         result.setdefault("wall_seconds", flight.seconds - startup + (result.get("judge_seconds") or 0.0))
         flight.base["environment"] = self.fingerprint
         record = outcomes.annotated(Record(**{**flight.base, **result}))
+        if self.settings.known:
+            record = outcomes.foreseen(record)
         if record.status == "finished" and record.judge_seconds is not None:
             self.costs.learn(flight.case, (record.wall_seconds or 0.0) - record.judge_seconds, record.judge_seconds)
         self._tidy(flight.directory, record)

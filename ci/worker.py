@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from ci import channel as ch
+from suites.lifecycle import CHANGED
 
 if TYPE_CHECKING:
     import torch
@@ -277,6 +278,7 @@ def failure(error: BaseException, phase: str, lifecycle: Sequence[Lifecycle] = (
         refusal=is_refusal(error),
         traceback="".join(traceback.format_exception(error))[-4 * LONGEST_MESSAGE :],
         lifecycle=[(seen.event, seen.same_object, seen.same_storage) for seen in lifecycle],
+        changed=[str(part) for part in getattr(error, CHANGED, ())],
     )
 
 

@@ -68,6 +68,8 @@ COLUMNS: tuple[Column, ...] = (
            "empty: none"),
     Column("oracle", "text", None, None, "checks that flagged, joined by a comma"),
     Column("evidence", "text", None, None, "what was seen, for people"),
+    Column("expectation", "text", None, None, "refusal or known issue of the suite's tables that speaks of this case; "
+           "empty: none", lambda record: record.expectation.name if record.expectation else None),
     Column("error", "float", "of the check", "lower", "largest deviation, of the check with the least headroom; empty "
            "beside a limit: not finite"),
     Column("limit", "float", "of the check", None, "largest deviation that is still rounding, of the same check"),

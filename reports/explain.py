@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ci.records import GREEN, Dormant, Guess, Measured, Record, contradiction, expected
+from ci.records import GREEN, Dormant, Expectation, Guess, Measured, Record, contradiction, expected
 from reports.text import MISSING, count, number, seconds, shorten, times
 
 SWITCHES, PRECISION_ORACLE = "switches", "precision"  # oracles of the environment, of precision
@@ -288,6 +288,16 @@ def unseen(record: Record) -> Table | None:
     )
     head = ("tensor", "check", "relative error from which it is flagged", "sigma", "limit")
     return Table(head, rows, frozenset({2, 3, 4})) if rows else None
+
+
+def known(found: Iterable[tuple[Expectation, Sequence[Record]]]) -> Table | None:
+    """Refusals and known issues that came out as foreseen, a line an entry; None where there are none."""
+    rows = tuple(
+        (entry.name, entry.kind, str(len(records)), entry.why, entry.link or MISSING, records[0].case)
+        for entry, records in found
+    )
+    head = ("name", "kind", "cases", "what", "where", "first case")
+    return Table(head, rows, frozenset({2}), frozenset({5})) if rows else None
 
 
 def headrooms(green: Iterable[Record]) -> Table | None:

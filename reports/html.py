@@ -28,6 +28,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 GROUP = {
     "exact": "good",
     "rounding": "good",
+    "known issue": "warn",
+    "refused as expected": "warn",
     "not run": "none",
     "skipped": "warn",
     "inconclusive": "warn",
@@ -73,6 +75,8 @@ def render(summary: Summary) -> str:
         failing=[_failing(group) for group in summary.groups],
         cleared=[(record, explain.because(record), explain.escalation(record)) for record in summary.cleared],
         headrooms=explain.headrooms(summary.green),
+        known=explain.known((known.entry, known.records) for known in summary.known),
+        known_cases=sum(len(known.records) for known in summary.known),
         rows=[_row(i, record) for i, record in enumerate(summary.records)],
         strip=_strip(summary),
         time=_time(summary),

@@ -20,6 +20,8 @@ MARK = {"green": "✅", "red": "❌", "running": "⏳", "incomplete": "⚠️", 
 CASE_MARK = {
     "exact": "✅",
     "rounding": "✅",
+    "known issue": "🔶",
+    "refused as expected": "🔶",
     "inconclusive": "⚠️",
     "wrong environment": "⚠️",
     "refused": "⛔",
@@ -39,6 +41,7 @@ def render(summary: Summary) -> str:
         _facts(summary),
         _list([md(note) for note in summary.notes]),
         _failing(summary),
+        _known(summary),
         _not_run(summary),
         _budget(summary),
         _cleared(summary),
@@ -157,6 +160,13 @@ def _cleared(summary: Summary) -> str:
     body = "\n\n".join(parts)
     title = f"{count(len(summary.cleared), 'case')} beyond a limit and rounding all the same"
     return f"## {title}\n\n" + (_fold("Show them", body) if len(summary.cleared) > FOLD_FROM else body)
+
+
+def _known(summary: Summary) -> str:
+    """What is not green and yet as expected: never hidden, by entry of the suite's tables."""
+    table = explain.known((known.entry, known.records) for known in summary.known)
+    many = sum(len(known.records) for known in summary.known)
+    return f"## {count(many, 'case')} as known: refused, or known to be wrong\n\n{_table(table)}" if table else ""
 
 
 def _headrooms(summary: Summary) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ci.records import GREEN, Finding, Record, RunRow, over_budget
+from ci.records import GREEN, Expectation, Finding, Record, RunRow, over_budget
 from reports import explain
 from reports.columns import error_unit
 from reports.course import Course, course, progress, report_command, resumable, resume_command
@@ -26,6 +26,7 @@ SEVERITY = (
     "bug",
     "bug: precision",
     "fault not caught",
+    "no longer as known",
     "contradictory",
     "crash",
     "hang",
@@ -39,11 +40,21 @@ SEVERITY = (
     "not run",
     "running",
     "pending",
+    "known issue",
+    "refused as expected",
     "rounding",
     "exact",
 )
 MOST_BLIND_FACTORS = 12
 NOTHING = "nothing to do"
+
+
+@dataclass(frozen=True)
+class Known:
+    """Cases that came out as one entry of the suite's tables foresees."""
+
+    entry: Expectation
+    records: tuple[Record, ...]
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,9 @@ class Summary:
         counts: number of cases per outcome, worst first.
         failing: cases that are not as expected, worst first, those that were not run left out.
         groups: the same, those that fail alike together.
-        green: cases that are as expected; cleared: those of them that only a higher precision made green.
+        known: refusals and known issues that came out as foreseen, by entry, those with most cases first.
+        green: cases that are as expected without any entry; cleared: those of them that only a higher precision made
+            green.
         not_run: planned cases that never began, or have no result yet.
         course: how the run went: killed, resumed, still going, its time by phase, its gaps by reason.
         pattern: what all failing cases share and no other case does, None where there is no such thing.
@@ -79,6 +92,7 @@ class Summary:
     counts: tuple[tuple[str, int], ...]
     failing: tuple[Record, ...]
     groups: tuple[Group, ...]
+    known: tuple[Known, ...]
     green: tuple[Record, ...]
     not_run: tuple[Record, ...]
     course: Course
@@ -127,6 +141,10 @@ class Summary:
 
 def outcome(record: Record) -> str:
     """One word for a record: its verdict if it finished, else what became of it. One of `SEVERITY`."""
+    if record.expectation is not None and record.expectation.met and as_expected(record):
+        return "known issue" if record.expectation.kind == "known issue" else "refused as expected"
+    if record.expectation is not None and record.verdict in GREEN:
+        return "no longer as known"
     if explain.environment_differs(record) and not explain.contradicts(record):
         return "wrong environment"
     if record.verdict in GREEN and record.fault:
@@ -228,7 +246,8 @@ def summarize(loaded: Loaded) -> Summary:
         counts=counts,
         failing=failing,
         groups=explain.grouped(failing),
-        green=tuple(r for r in records if as_expected(r)),
+        known=_known(records),
+        green=tuple(r for r in records if as_expected(r) and r.expectation is None),
         not_run=not_run,
         course=how,
         pattern=pattern,
@@ -240,6 +259,15 @@ def summarize(loaded: Loaded) -> Summary:
         notes=tuple(notes),
         exit_code=0 if state == "green" else 1,
     )
+
+
+def _known(records: Sequence[Record]) -> tuple[Known, ...]:
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        if record.expectation is not None and as_expected(record):
+            found.setdefault(record.expectation.name, []).append(record)
+    groups = [Known(e, tuple(members)) for members in found.values() if (e := members[0].expectation)]
+    return tuple(sorted(groups, key=lambda known: (known.entry.kind, -len(known.records), known.entry.name)))
 
 
 def _headline(
@@ -319,6 +347,7 @@ def _step(record: Record) -> str:
     told = "the diagnosis" if record.diagnosis else "the evidence"
     return {
         "fault not caught": f"fault {record.fault} changes nothing in this case, or no oracle sees it: find out which",
+        "no longer as known": "give the entry's versions an upper bound: what it says no longer holds",
         "contradictory": "the record contradicts itself (see the notes): run the first case again",
         "bug": f"read {told} (flagged{oracle}), then run the first case alone",
         "bug: precision": f"find where precision is lost (flagged{oracle}), then run the first case alone",
@@ -335,7 +364,7 @@ def _step(record: Record) -> str:
 def _pattern(records: Sequence[Record]) -> str | None:
     """Factor values that all failing cases have and no green one has; two cases on either side are needed."""
     bad = [r for r in records if not as_expected(r) and r.status not in ("not_run", "lost", "skipped")]
-    good = [r for r in records if as_expected(r)]
+    good = [r for r in records if as_expected(r) and r.expectation is None]
     if len(bad) < 2 or len(good) < 2:
         return None
     points = {r.case: {"path": r.path, **r.factors} for r in [*bad, *good]}
@@ -357,7 +386,7 @@ def _blind(loaded: Loaded, records: Sequence[Record]) -> tuple[str, ...]:
     silent = [r for r in records if r.verdict is None or r.status != "finished"]
     if silent:
         lines.append(f"{count(len(silent), 'case')} without a verdict: nothing is known of them")
-    green = [r for r in records if as_expected(r)]
+    green = [r for r in records if as_expected(r) and r.expectation is None]
     numberless = [r for r in green if r.limit is None]
     if numberless:
         lines.append(f"{count(len(numberless), 'green case')} had no numeric check, only yes/no ones")

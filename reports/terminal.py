@@ -14,12 +14,14 @@ from ci.records import Record
 from reports import course, explain
 from reports.columns import headroom
 from reports.explain import Group
-from reports.summary import Summary, error_text, outcome, shown_rerun
+from reports.summary import Known, Summary, error_text, outcome, shown_rerun
 from reports.text import clean, count, number, seconds, shorten, size, times
 
 STYLES = {
     "exact": "green",
     "rounding": "green",
+    "known issue": "yellow",
+    "refused as expected": "yellow",
     "inconclusive": "yellow",
     "refused": "yellow",
     "wrong environment": "bold yellow",
@@ -53,6 +55,8 @@ def print_report(summary: Summary, console: Console | None = None) -> None:
     left = sum(len(group.records) for group in summary.groups[MOST_FAILING:])
     if left > 0:
         console.print(Text(f"and {left} more, in report.md", style="dim"))
+    for known in summary.known:
+        console.print(Text(clean(_known(known)), style="yellow"))
     console.print(Rule(style="dim"))
     console.print(Text(f"{clean(summary.headline)}. ", style=STYLES.get(summary.state, BAD)), soft_wrap=False)
     if summary.course.standing:
@@ -97,6 +101,12 @@ def _failing(console: Console, group: Group) -> None:
         indent = min(len(line) - len(line.lstrip()), 4)
         console.print(Padding(Text(clean(line), style="dim"), (0, 0, 0, 4 + indent)))
     console.print(Text(f"  {clean(shown_rerun(record))}", style="cyan"), soft_wrap=True)
+
+
+def _known(known: Known) -> str:
+    where = f" ({known.entry.link})" if known.entry.link else ""
+    cases = f"{count(len(known.records), 'case')}, first {known.records[0].case}"
+    return f"{known.entry.kind} {known.entry.name}: {known.entry.why}{where}: {cases}"
 
 
 def _budget(console: Console, summary: Summary) -> None:

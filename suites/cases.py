@@ -142,8 +142,7 @@ class Case:
     batch: int = _factor(4, "sequences in a micro-batch of one data-parallel rank", low=1)
     dtype: str = _factor("float32", "precision of weights and arithmetic; bfloat16 and float16 train fp32 master "
                          "weights", ("float32", "float64", "bfloat16", "float16"), unsupported={
-        "deepspeed": {"float64": "DeepSpeed keeps fp32 master weights (ZeRO 1-3) or asserts (ZeRO 0): no true fp64",
-                      "float16": "DeepSpeed has no fp16 on CPU"}})
+        "deepspeed": {"float64": "DeepSpeed keeps fp32 master weights (ZeRO 1-3) or asserts (ZeRO 0): no true fp64"}})
     optimizer: str = _factor("sgd", "torch optimizer, settings in suites/optimizers.py",
                              ("sgd", "momentum", "adam", "adamw"))
     clip: float = _factor(0.0, "largest global gradient norm; 0 means no clipping", low=0.0)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from suites.cases import Case
 
+# Attribute of an exception: parts of the user's model that were no longer the user's when it was raised, tuple[str].
+CHANGED = "tiebench_changed"
+
 
 @dataclass(frozen=True)
 class Lifecycle:

@@ -105,10 +105,11 @@ NEW_IN = {
     1: {},
     2: {"diagnosis": "", "measured": [], "escalation": [], "guesses": [], "dormant": [], "verdict_seconds": 0.1},
     3: {"reason": None, "why": "new", "collectives": None, "overlapped": True},
+    4: {"expectation": None},
 }
 
 
-@pytest.mark.parametrize("schema", [1, 2, 3])
+@pytest.mark.parametrize("schema", [1, 2, 3, 4])
 def test_every_schema_so_far_is_read(tmp_path, schema):
     """As it was written then: literally, not by this version's writer."""
     fields = {key: value for number in range(1, schema + 1) for key, value in NEW_IN[number].items()}

@@ -29,7 +29,7 @@ PATCH = """
 
 
 def tiebench_run(out, *options):
-    command = [sys.executable, "-m", "ci.cli", "run", "--out", str(out), *options]
+    command = [sys.executable, "-m", "ci.cli", "run", "--no-known", "--out", str(out), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     return done, read_run(out)

@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from suites import optimizers
 from suites.cases import Case
 from suites.data import MicroBatch
+from suites.lifecycle import CHANGED
 from suites.model import COLUMN, ROW, Decoder, build_model, parameter_shapes
 from suites.observe import Piece
 from suites.paths import Notice
 from suites.paths.deepspeed_pieces import gradient_piece, low_gradient_piece, master_piece, weight_piece
-from suites.precision import LOW
+from suites.precision import LOSS_SCALE, LOW
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
@@ -73,13 +74,35 @@ def build(case: Case, device: torch.device, notice: Notice) -> DeepSpeedTrainer:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # some versions print diagnostics
             model = _unsharded(case, device, notice)
-            engine, *_ = deepspeed.initialize(model=model, config=configuration(case), **_optimizing(case, model))
+            before = _parts(model)
+            try:
+                engine, *_ = deepspeed.initialize(model=model, config=configuration(case), **_optimizing(case, model))
+            except Exception as error:
+                setattr(error, CHANGED, _changes(before, _parts(model)))
+                raise
         _install_loss(engine.module)
     except BaseException:
         _forget()
         raise
     _notice(notice, "sharded", engine.module)
     return DeepSpeedTrainer(case, engine)
+
+
+def _parts(model: nn.Module) -> dict[str, tuple[object, str]]:
+    """Every module and parameter of a model by name: itself, and what it is in words."""
+    modules = {name: (module, type(module).__name__) for name, module in model.named_modules() if name}
+    weights = model.named_parameters(remove_duplicate=False)
+    return {**modules, **{name: (weight, str(tuple(weight.shape))) for name, weight in weights}}
+
+
+def _changes(before: Mapping[str, tuple[object, str]], after: Mapping[str, tuple[object, str]]) -> tuple[str, ...]:
+    """Parts that are not what they were, each with what it was and what it is."""
+    found = []
+    for name, (part, told) in before.items():
+        now, telling = after.get(name, (None, "gone"))
+        if now is not part or telling != told:
+            found.append(f"{name} ({told} -> {telling if telling != told else 'another'})")
+    return tuple(found)
 
 
 def _unsharded(case: Case, device: torch.device, notice: Notice) -> Decoder:
@@ -132,6 +155,8 @@ def configuration(case: Case) -> dict[str, Any]:
     if case.optimizer_from == "config":
         kind, options = OPTIMIZERS[case.optimizer]
         config["optimizer"] = {"type": kind, "params": {**optimizers.SETTINGS[case.optimizer], **options}}
+    if case.dtype == "float16":
+        config["fp16"] = {"enabled": True, "loss_scale": LOSS_SCALE[case.dtype]}
     if case.dtype == "bfloat16":
         config["bf16"] = {"enabled": True}
         # By default gradients are summed and sent in bf16; without ZeRO another sum is refused.

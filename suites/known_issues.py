@@ -1,0 +1,180 @@
+"""What is known to be wrong in frameworks: a table of entries, see `suites.expectations`.
+
+Each was seen twice in fresh processes. To add one: a row here, with a minimal case in one of the plans
+(`tiebench known` checks it), what that case gives and should give, and the lines of the framework that cause it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from suites.cases import Case
+from suites.expectations import Entry
+from suites.refusals import REFUSALS
+
+FOUND = "found by this suite"
+SINCE = "2026-12-01"
+
+
+def _refused_too_late(*names: str) -> Callable[[Case], bool]:
+    """What these refusals are about, but for the order in which the model registers its modules."""
+
+    def late(case: Case) -> bool:
+        if case.register == "head_first":
+            return False
+        other = case.but(register="head_first")
+        return any(entry.concerns(other) for entry in REFUSALS if entry.name in names)
+
+    return late
+
+
+def _issue(name: str, versions: str, *, when: Callable[[Case], bool], cases: dict[str, Any], **more: Any) -> Entry:
+    given = {"path": "deepspeed", "link": FOUND, "since": SINCE, "verdicts": ("bug",), **more}
+    return Entry(name=name, versions=versions, when=when, cases=cases, **given)
+
+
+KNOWN_ISSUES: tuple[Entry, ...] = (
+    _issue(
+        "row-head-tie-broken",
+        "<0.19.6",
+        when=lambda case: case.tp > 1,
+        cases={"tie": "tied", "head": "row"},
+        oracles=("tie",),
+        why="the tie of a row-parallel head is broken without a word",
+        link="https://github.com/deepspeedai/DeepSpeed/pull/8538",
+        minimal="deepspeed:head=row",
+        observed="after sharding, embedding and head are two tensors; the gradient of norm.weight is off by 0.7 of "
+        "itself",
+        right="one tensor, sharded over hidden, and the reference's gradient; 0.19.8 has both",
+        reasoning="AutoTP puts a layer with a copy of the shard in the head's place and leaves the embedding whole "
+        "(module_inject/auto_tp.py); the layer was made for inference and has no backward for its input",
+    ),
+    _issue(
+        "row-head-wrong",
+        "<0.19.6",
+        when=lambda case: case.tp > 1,
+        cases={"tie": "untied", "head": "row"},
+        why="below a row-parallel head every rank gets its own part of the gradient only",
+        link="https://github.com/deepspeedai/DeepSpeed/pull/8538",
+        minimal="deepspeed:tie=untied,head=row",
+        observed="norm.weight's gradient is off by 0.5 of itself, and replicas drift from step 1 on",
+        right="the gradient of the input summed over the tensor-parallel ranks; 0.19.8 does it",
+        reasoning="LmHeadLinearAllreduce (module_inject/layers.py) cuts the replicated input by hand and reduces the "
+        "output, "
+        "outside autograd",
+    ),
+    _issue(
+        "gathered-head-wrong",
+        "<0.19.6",
+        when=lambda case: case.tp > 1,
+        cases={"tie": "untied", "head": "gathered"},
+        verdicts=("bug", "crash"),
+        why="a column-parallel head with gather_output is not what runs",
+        minimal="deepspeed:tie=untied,head=gathered,hidden=35,vocab=67",
+        observed="0.18.9 gives each rank its own part of the logits and the loss fails; 0.19.5 shards over hidden "
+        "instead",
+        right="a head sharded over the vocabulary with gathered logits; 0.19.6 has it",
+        reasoning="gather_output is not looked at, and the name lm_head decides (module_inject/auto_tp.py)",
+    ),
+    _issue(
+        "refused-too-late",
+        ">=0.19.8",
+        when=_refused_too_late(
+            "hidden-embedding-options",
+            "vocab-embedding-options",
+            "embedding-forward",
+            "tied-to-no-embedding",
+            "vocabulary-too-small",
+        ),
+        cases={},
+        verdicts=("refused",),
+        oracles=("refusal",),
+        why="a head or tie that cannot be sharded is refused after the layers before it were replaced",
+        minimal="deepspeed:head=row,embedding_option=max_norm",
+        observed="NotImplementedError, and layers.0.q_proj and 13 more modules of the user's model are sharded already",
+        right="the same error before the model is changed, as when the head is registered first",
+        reasoning="_create_row_parallel_layer and _create_vocab_parallel_layer (module_inject/auto_tp.py) validate "
+        "when the "
+        "walk of _replace_module reaches the head; ties are recorded before it, and could be validated there",
+    ),
+    _issue(
+        "row-head-refused-too-late",
+        ">=0.19.6,<0.19.8",
+        when=lambda case: case.tp > 1 and (case.register == "embedding_first" or case.embedding_spec != "none"),
+        cases={"head": "row"},
+        verdicts=("refused",),
+        oracles=("refusal",),
+        why="row-parallel heads are refused after the layers before them were replaced",
+        minimal="deepspeed:head=row",
+        observed="NotImplementedError, and all layers before the head are sharded already",
+        right="the same error before the model is changed",
+        reasoning="raised when the walk of _replace_module reaches the head (module_inject/auto_tp.py)",
+    ),
+    _issue(
+        "bf16-sums-without-zero",
+        ">=0.18.9",
+        when=lambda case: case.tp > 1,
+        cases={"dtype": "bfloat16", "zero": 0, "head": ("vocab", "row")},
+        verdicts=("bug: precision",),
+        oracles=("precision",),
+        why="without ZeRO, gradients are summed in bf16, and the norm that clips holds one tensor-parallel "
+        "rank's shards",
+        minimal="deepspeed:head=row,dtype=bfloat16",
+        observed="gradients in bf16, global norm off by 0.3 of itself",
+        right="sums in fp32, as with ZeRO 1 to 3, and the norm over all shards",
+        reasoning="FP16_UnfusedOptimizer and FP16_Optimizer keep the model's own gradients; their norm is taken "
+        "without the "
+        "model-parallel group that AutoTP makes",
+    ),
+    _issue(
+        "embedding-sharded-alone",
+        ">=0.18.9",
+        when=lambda case: case.tp > 1 and case.embedding_spec != "none",
+        cases={"tie": "tied", "head": "unmatched"},
+        oracles=("tie",),
+        why="an entry for a tied embedding alone cuts it over hidden and breaks the tie without a word",
+        minimal="deepspeed:head=unmatched,embedding_spec=before_head,embedding_cut=row",
+        observed="after sharding, embedding and head are two tensors; the first forward fails with shapes 16 and 32",
+        right="a refusal, or the head sharded with the embedding, as for row-parallel heads",
+        reasoning="_slice_embedding (module_inject/auto_tp.py) makes a new nn.Embedding of the rank's columns; its tie "
+        "is looked "
+        "for only where the head has a row entry (_find_tied_row_parallel_embedding_ids)",
+    ),
+    _issue(
+        "zero-init-dtype-ignored",
+        ">=0.18.9",
+        when=lambda case: case.dtype == "float32",
+        cases={"init": "zero_dtype"},
+        oracles=("layout", "start"),
+        why="deepspeed.zero.Init(dtype=torch.float32) makes bf16 weights where the device has no fp16",
+        minimal="deepspeed:head=row,zero=3,init=zero_dtype",
+        observed="all weights are bfloat16 from the start, and so is the training",
+        right="float32, as asked, and as it is when the precision comes from the configuration",
+        reasoning="InsertPostInitMethodToModuleSubClasses._set_dtype (runtime/zero/partition_parameters.py): in `dtype "
+        "or "
+        "torch.float16 if fp16_supported() else torch.bfloat16 if …` the condition binds over `dtype or "
+        "torch.float16`, "
+        "so dtype is used only where fp16 is supported; is_bf16_supported is not called either",
+    ),
+    _issue(
+        "zero-init-gather-order",
+        ">=0.19.8",
+        when=lambda case: case.tp > 1 and case.dp > 1 and case.accumulate > 1,
+        cases={"init": "zero", "zero": 3},
+        oracles=("collectives",),
+        always=False,
+        why="AutoTP under deepspeed.zero.Init: ranks gather over all ranks and over data-parallel ones in "
+        "different orders",
+        minimal="deepspeed:head=row,zero=3,dp=2,accumulate=2,init=zero",
+        observed="collective 81 is an all-gather of two ranks on one rank and of four on another; a backend that runs "
+        "them "
+        "in order would wait for ever",
+        right="one order on all ranks",
+        reasoning="prefetching collects parameters in a set (params_to_prefetch, "
+        "runtime/zero/partitioned_param_coordinator.py), "
+        "whose order is that of addresses; all_gather_coalesced (partition_parameters.py) sorts within a "
+        "process group, "
+        "but takes the groups in the order of that set",
+    ),
+)
