@@ -20,6 +20,7 @@ from rich.table import Table
 from ci import plans, records, schedule, supervisor
 from ci.display import Printer, discard, duration, prepare_output
 from ci.exit_codes import FAILED, INTERRUPTED, OK, USAGE
+from ci.ladder_command import ladder
 from ci.matrix_command import known_command, print_cells
 from ci.options import (
     EXIT_CODES,
@@ -260,6 +261,7 @@ def _print_plan(slots: Sequence[Slot], phases: Phases, ahead: str, notes: Sequen
 
 app.command(epilog=EXIT_CODES)(run)
 app.command("known", epilog=EXIT_CODES)(known_command)
+app.command(epilog=EXIT_CODES)(ladder)
 
 
 # faults
