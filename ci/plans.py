@@ -233,11 +233,75 @@ APART = (
     ),
 )
 
+UNIVERSAL = (
+    _select(
+        "made universal and loaded",
+        "deepspeed",
+        sizes=(UNEVEN,),
+        tie=TIES,
+        head=("vocab", "row", "gathered", "unmatched"),
+        zero=(1, 2, 3),
+        optimizer="adamw",
+        resume="universal",
+    ),
+    _select(
+        "made universal and loaded, two by two ranks, clipped",
+        "deepspeed",
+        sizes=(UNEVEN,),
+        tie=TIES,
+        head=SHARDED,
+        zero=(1, 3),
+        dp=2,
+        clip=0.5,
+        optimizer="adam",
+        resume="universal",
+    ),
+    _select(
+        "made universal, in bf16",
+        "deepspeed",
+        tie=TIES,
+        head="row",
+        zero=(1, 3),
+        dtype="bfloat16",
+        optimizer="adamw",
+        resume="universal",
+    ),
+    _select(
+        "made universal, with frozen parts",
+        "deepspeed",
+        tie="untied",
+        head="row",
+        zero=1,
+        frozen="embedding",
+        optimizer="adam",
+        resume="universal",
+    ),
+    _select(
+        "made universal, without Adam",
+        "deepspeed",
+        tie="untied",
+        head="row",
+        zero=1,
+        optimizer=("sgd", "momentum"),
+        resume="universal",
+    ),
+    _select(
+        "made universal, built under zero.Init",
+        "deepspeed",
+        head="row",
+        zero=3,
+        dp=2,
+        init="zero",
+        optimizer="adamw",
+        resume="universal",
+    ),
+)
+
 MATRIX = Plan(
     name="matrix",
     meaning="every factor of DeepSpeed's training: a covering array, and what fails or is refused by itself",
     budget_seconds=1200,
-    selections=(COVERED, *APART),
+    selections=(COVERED, *APART, *UNIVERSAL),
 )
 
 NIGHTLY = Plan(

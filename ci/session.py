@@ -168,6 +168,7 @@ class Session:
         self._closed = False
         self._attempts: dict[str, int] = {}
         self._in_judgement: Path | None = None  # observations that the judge has at this moment
+        self._at_work: int | None = None  # size of the set that runs a case at this moment
         self._given, self._own = server, list[ForkServer]()
         self._lost_servers, self._nodes = 0, nodes
         self._paths = tuple(sorted(dict.fromkeys(case.path for case in plan.cases), key=lambda path: path in PACKAGE))
@@ -332,7 +333,8 @@ class Session:
             self._abandon("interrupted", "interrupted")
             raise
         except Exception as error:  # noqa: BLE001 - see above
-            self._kill_all()
+            # A verdict that fails while the next case runs must not cost that one its ranks.
+            self._kill_all(but=self._at_work if flight.observations else None)
             text = str(error).partition("\nTraceback")[0]
             evidence = f"tiebench itself failed: {text or type(error).__name__}"[: outcomes.EVIDENCE_LIMIT]
             flight.observations = None
@@ -464,8 +466,12 @@ class Session:
         if self.limits_from_history and not flight.fault:
             wanted = self.costs.limit(case, wanted)
         limit = min(wanted, self.left)
-        with ranks.attending(self.judge.connection if self._in_judgement else None, self._hear_judge):
-            outcome = ranks.run(case.id, flight.directory, flight.fault, limit)
+        self._at_work = case.world_size
+        try:
+            with ranks.attending(self.judge.connection if self._in_judgement else None, self._hear_judge):
+                outcome = ranks.run(case.id, flight.directory, flight.fault, limit)
+        finally:
+            self._at_work = None
         common["budget_seconds"] = limit
         if not outcome.good and self._server_is_gone():
             return self._attempt(flight)
@@ -713,9 +719,11 @@ class Session:
         ranks.kill()
         return ranks.leftovers
 
-    def _kill_all(self) -> None:
+    def _kill_all(self, but: int | None = None) -> None:
+        """End all sets, but for that of one size."""
         for size in list(self.sets):
-            self._drop(size)
+            if size != but:
+                self._drop(size)
         if self._in_judgement:  # it may wait for ranks that are gone
             self.judge.close()
             self._in_judgement = None

@@ -179,8 +179,9 @@ class Case:
     recompute: str = _factor("none", "what is computed once more in backward (activation checkpointing): nothing, each "
                              "block, or head and loss", ("none", "blocks", "head"))
     resume: str = _factor("none", "after the first step save everything, tear down, build anew with other weights and "
-                          "load", ("none", "reload"), unsupported={
-        "deepspeed": {"reload": "saving and loading through DeepSpeed's checkpoints is not built yet"}})
+                          "load: the same files, or a universal checkpoint made of them",
+                          ("none", "reload", "universal"), unsupported={
+        "handwritten": {"universal": "universal checkpoints are DeepSpeed's"}})
     embedding_cut: str = _factor("as_head", "how the sharding configuration's entry for the embedding cuts it: as the "
                                  "head's entry cuts the head, over hidden, or over the vocabulary",
                                  ("as_head", "row", "column"), unsupported={
@@ -352,6 +353,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: c.embedding_option == "sparse" and (not c.tied or c.frozen == "embedding"),
         "sparse gradients need an optimizer of their own, and a frozen weight has none",
+    ),
+    Rule(
+        lambda c: c.resume == "universal" and c.zero == 0,
+        "a universal checkpoint is made of ZeRO's files, and without ZeRO there are none",
     ),
     Rule(lambda c: c.also_tied != "none" and not c.tied, "an untied model has no tied weight"),
     Rule(

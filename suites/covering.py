@@ -75,6 +75,7 @@ AXES: Mapping[str, Axes] = {
         "init": ("device", "meta", "zero"),
         "tie_when": ("construction", "after_load", "meta"),
         "optimizer_from": ("callable", "client", "config"),
+        "resume": ("none", "reload"),
     }, triples=("tie", "head", "zero", "hidden", "vocab", "tp", "register", "embedding_spec", "embedding_cut"), apart=(
         Rule(lambda c: c.head == "unmatched" and c.embedding_spec != "none", "the tie breaks, the forward fails"),
         Rule(lambda c: c.dtype == "bfloat16" and c.zero == 0, "gradients are summed in bf16"),

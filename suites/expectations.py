@@ -31,7 +31,7 @@ class Entry:
         cases: factor -> its value, or a tuple of values; factors that are not named may have any.
         when: what more must hold of a case, where single factors cannot say it.
         verdicts: any of them is expected.
-        oracles: all of them must have flagged.
+        oracles: all of them must have flagged; with `only` no other.
         message: regular expression that must be found in the record's evidence.
         why: one sentence for reports: what is refused and why, or what is wrong.
         link: upstream's issue or pull request; "found by this suite" where there is none.
@@ -58,6 +58,7 @@ class Entry:
     right: str = ""
     reasoning: str = ""
     always: bool = True
+    only: bool = False
     kind: Kind = "known issue"
 
     def concerns(self, case: Case) -> bool:
@@ -78,6 +79,8 @@ class Entry:
         """Whether this is the result that the entry speaks of; `oracles` are those that flagged."""
         flagged = set(oracles)
         if verdict not in self.verdicts or (self.kind == "refusal" and flagged):
+            return False
+        if self.only and flagged != set(self.oracles):
             return False
         return set(self.oracles) <= flagged and re.search(self.message, evidence) is not None
 

@@ -177,4 +177,64 @@ KNOWN_ISSUES: tuple[Entry, ...] = (
         "process group, "
         "but takes the groups in the order of that set",
     ),
+    _issue(
+        "universal-alias-is-a-shard",
+        ">=0.19.8",
+        when=lambda case: case.tp > 1 and case.zero in (1, 2),
+        cases={"resume": "universal", "tie": "tied", "head": ("row", "vocab")},
+        oracles=("checkpoint",),
+        only=True,
+        message=r"1 of \d+ files of the universal checkpoint: fp32 of (lm_head|embed_tokens)\.weight has",
+        why="a universal checkpoint holds one rank's shard under the second name of a tied weight",
+        minimal="deepspeed:head=row,zero=1,optimizer=adamw,resume=universal",
+        observed="zero/lm_head.weight/fp32.pt has [64, 16], zero/embed_tokens.weight/fp32.pt the whole [64, 32]",
+        right="the whole weight under both names, or one name only",
+        reasoning="ds_to_universal.main fills in names that ZeRO's files lack from the first mp_rank file's module "
+        "state, "
+        "which holds a tensor-parallel shard, and skips names that are there by then",
+    ),
+    _issue(
+        "universal-frozen",
+        ">=0.19.8",
+        when=lambda case: case.tp > 1 and case.frozen != "none",
+        cases={"resume": "universal"},
+        verdicts=("crash",),
+        message="AssertionError in .*Unused patterns=",
+        why="a checkpoint with frozen parameters cannot be made universal",
+        minimal="deepspeed:tie=untied,head=row,zero=1,optimizer=adam,frozen=embedding,resume=universal",
+        observed="AssertionError: Unused patterns=['^embed_tokens\\.weight$'] while merging tp slices",
+        right="a file for every parameter, frozen ones too",
+        reasoning="ZeRO's files have no frozen parameters, AutoTP's patterns name them, and strict mode of "
+        "ds_to_universal "
+        "asserts that each pattern is used; without it the first rank's shard would be taken for the whole",
+    ),
+    _issue(
+        "universal-adam-only",
+        ">=0.19.8",
+        when=lambda case: case.optimizer in ("sgd", "momentum"),
+        cases={"resume": "universal"},
+        verdicts=("crash",),
+        message="KeyError in .*'exp_avg'",
+        why="only Adam's checkpoints can be made universal; others fail on a missing key",
+        minimal="deepspeed:tie=untied,head=row,zero=1,resume=universal",
+        observed="KeyError: 'exp_avg'",
+        right="a clear refusal, or files of the moments that there are",
+        reasoning="extract_zero_shards reads exp_avg and exp_avg_sq of every optimizer (checkpoint/ds_to_universal.py)",
+    ),
+    _issue(
+        "universal-zero-init",
+        ">=0.19.8",
+        when=lambda case: case.tp > 1 and case.dp > 1,
+        cases={"resume": "universal", "init": "zero"},
+        verdicts=("crash",),
+        message="RuntimeError in .*exceeds dimension size",
+        why="a checkpoint of AutoTP under deepspeed.zero.Init cannot be made universal",
+        minimal="deepspeed:head=row,zero=3,dp=2,optimizer=adamw,resume=universal,init=zero",
+        observed="RuntimeError: start (32) + length (16) exceeds dimension size (40)",
+        right="the whole weights",
+        reasoning="parameters that AutoTP leaves whole stay cut over all ranks, while the converter takes every "
+        "parameter for "
+        "cut over the data-parallel ranks of one tensor-parallel rank (dump_param_fragment, "
+        "checkpoint/ds_to_universal.py)",
+    ),
 )

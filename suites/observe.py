@@ -108,6 +108,8 @@ class RankObservation:
         switches: what changes numbers in this process (`suites.precision.switches`), read while the case ran.
         observing_seconds: wall clock of reading all this off the live model.
         trace: what was kept of a traced step; empty unless one was asked for.
+        saved: what a checkpoint's files hold, ``kind:name`` (fp32, exp_avg, exp_avg_sq, …); on the first rank only, and
+            only where the case makes files of whole tensors.
     """
 
     rank: int
@@ -123,6 +125,7 @@ class RankObservation:
     switches: Mapping[str, str] = field(default_factory=dict)
     observing_seconds: float = 0.0
     trace: tuple[Seen, ...] = ()
+    saved: Mapping[str, Piece] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write to `path` in the safetensors format: the tensors, and all else as JSON beside them."""
@@ -188,6 +191,7 @@ def _rank(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RankObservat
             "lifecycle": tuple(Lifecycle(**event) for event in raw["lifecycle"]),
             "census": tuple(raw["census"]),
             "initial": pieces(raw["initial"]),
+            "saved": pieces(raw["saved"]),
             "trace": tuple(Seen(**{**seen, "piece": piece(seen["piece"])}) for seen in raw["trace"]),
         }
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,9 @@ from suites.numerics import LIMITS, Deviation
 from suites.observe import Assembled, bitwise_equal
 from suites.precision import AUTOCAST, LOW, MATMUL, master_dtype, measured_matmul
 from suites.reference import Evaluation
+from suites.replay import first_moments
 
+MOMENT = 1e-5  # of the largest: roundings of one step in fp32, and of the clipping's norm, are a hundredth of it
 FEW = 3  # numbers that lie on a coarse grid by chance once in a million billion
 
 
@@ -216,6 +218,56 @@ def census(e: Evidence) -> Finding:
             if names:
                 return Finding("census", True, f"the optimizer on rank {rank.rank} {what} {', '.join(names[:3])}")
     return Finding("census", False, f"the optimizer holds each of {len(wanted)} parameters once")
+
+
+def checkpoint(e: Evidence) -> Finding:
+    """Every file of a universal checkpoint holds the whole weight or moment that the run had when it was saved.
+
+    Weights bit for bit, under both names of a tie and frozen ones too; moments as a replay of the first step has them,
+    up to their own rounding.
+    """
+    saved = {key: piece for rank in e.ranks.values() for key, piece in rank.saved.items()}
+    if e.case.resume != "universal":
+        return Finding("checkpoint", False, "no universal checkpoint was made")
+    problems = list(_wrong_files(e, {key: p.data.reshape(p.local_shape) for key, p in saved.items()}))
+    many = f"{len(problems)} of {len(saved)} files of the universal checkpoint"
+    if problems:
+        return Finding("checkpoint", True, f"{many}: {problems[0]}", step=1)
+    return Finding("checkpoint", False, f"all {len(saved)} files of the universal checkpoint hold what they should")
+
+
+def _wrong_files(e: Evidence, files: Mapping[str, Tensor]) -> Iterator[str]:
+    after = e.masters[0] or e.weights[0]
+    moments = first_moments(e)
+    if not files:
+        yield "there are none"
+    for name, shape in parameter_shapes(e.case).items():
+        told = [key for key in files if key.partition(":")[2] == name]
+        if f"fp32:{name}" not in told:
+            if not (e.case.tied and name in (EMBEDDING, HEAD)):
+                yield f"fp32 of {name} is missing"
+            continue
+        found = files[f"fp32:{name}"]
+        whole = after.get(name) or e.weights[0].get(name) if trainable(e.case, name) else e.weights[0].get(name)
+        if tuple(found.shape) != tuple(shape):
+            yield f"fp32 of {name} has {list(found.shape)}, the weight has {list(shape)}"
+        elif whole is not None and not bitwise_equal(found, whole.value.float()):
+            yield f"fp32 of {name} is not the weight after step 1"
+        alias = e.case.tied and name in (EMBEDDING, HEAD)
+        for kind, wanted in moments.get(name, {}).items():
+            if f"{kind}:{name}" not in told:
+                if not alias:
+                    yield f"{kind} of {name} is missing"
+                continue
+            moment = files[f"{kind}:{name}"].double()
+            if moment.shape != wanted.shape:
+                yield f"{kind} of {name} has {list(moment.shape)}, the weight has {list(shape)}"
+            elif not bool(((moment - wanted).abs() <= MOMENT * wanted.abs().amax().clamp_min(1e-30)).all()):
+                far = float((moment - wanted).abs().amax() / wanted.abs().amax().clamp_min(1e-30))
+                yield f"{kind} of {name} is off by {far:.1g} of the largest"
+    both = [name for name in (EMBEDDING, HEAD) if {f"{kind}:{name}" for kind in ("fp32", "exp_avg")} <= set(files)]
+    if e.case.tied and trainable(e.case, EMBEDDING) and not both:
+        yield "neither name of the tied weight has both the weight and its moments"
 
 
 # --- numeric oracles -----------------------------------------------------------------------------------------------
@@ -423,6 +475,7 @@ ORACLES: tuple[Oracle, ...] = (
     Oracle(census, "exact", "20: the optimizer holds a weight twice or not at all"),
     Oracle(replicas, "exact", "22: replicas drift"),
     Oracle(collectives, "exact", "27: ranks issue different collectives"),
+    Oracle(checkpoint, "exact", "25: a file of a checkpoint lacks a weight or moment, or holds another one"),
     Oracle(switches, "environment", "TF32, autocast and the like: not as asked, or not the same on all ranks"),
     Oracle(precision, "precision", "28: values or master weights of a lower precision than asked"),
     Oracle(logits, "numeric", "5, 13, 15: forward of embedding, body or head"),

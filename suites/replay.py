@@ -68,6 +68,18 @@ def replay(e: Evidence) -> Replayed:
     return Replayed(tuple(found))
 
 
+def first_moments(e: Evidence) -> dict[str, dict[str, Tensor]]:
+    """Adam's moments after the first step, from the run's own gradients: name -> exp_avg and exp_avg_sq, fp64."""
+    if not e.case.optimizer.startswith("adam"):
+        return {}
+    coefficient, found = _clipped(e, 0), {}
+    beta1, beta2 = optimizers.SETTINGS[e.case.optimizer]["betas"]
+    for name, whole in e.gradients[0].items():
+        gradient = whole.value.double() * coefficient
+        found[name] = {"exp_avg": (1 - beta1) * gradient, "exp_avg_sq": (1 - beta2) * gradient.square()}
+    return found
+
+
 def _clipped(e: Evidence, step: int) -> float:
     """Factor by which the run must clip: by the norm that it reports (an oracle of its own judges that norm)."""
     if e.case.clip <= 0:

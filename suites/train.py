@@ -111,6 +111,7 @@ def run_rank(
             switches=read,
             observing_seconds=observing,
             trace=traced,
+            saved=dict(trainer.saved()),
         )
     finally:
         progress("close")

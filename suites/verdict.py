@@ -25,8 +25,8 @@ EXACT, ROUNDING, BUG, PRECISION, INCONCLUSIVE = "exact", "rounding", "bug", "bug
 
 # Order in which flagged oracles explain a run, and how many of them are spelled out.
 EXPLAINS = (
-    "complete", "tie", "layout", "start", "switches", "precision", "logits", "loss", "gradient", "gradient_norm",
-    "update", "replicas", "census", "collectives",
+    "complete", "tie", "layout", "start", "checkpoint", "switches", "precision", "logits", "loss", "gradient",
+    "gradient_norm", "update", "replicas", "census", "collectives",
 )  # fmt: skip
 SHOWN = 4
 FAILED = "oracle failed"  # begins the evidence of an oracle that could not ask

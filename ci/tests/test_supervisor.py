@@ -147,6 +147,17 @@ def test_a_failure_of_this_program_costs_one_case(session):
     assert s.run(ALONE).verdict in records.GREEN
 
 
+def test_a_verdict_that_fails_while_the_next_case_runs_costs_that_one_nothing(session):
+    s = session()
+    s.run(CLEAN)
+    flight = s.train(ALONE)
+    (flight.directory / "rank0.safetensors").write_bytes(b"no tensors")
+    s.start_judging(flight)
+    longer = s.train(CLEAN.but(layers=4, steps=8))
+    assert flight.result["verdict"] == "crash"  # it came meanwhile
+    assert s.settle(longer).verdict in records.GREEN
+
+
 def test_a_verdict_that_needs_ranks_gets_new_ones_where_the_next_case_has_cost_the_old_ones(session):
     s = session()
     case = Case("handwritten", layers=1, head="row", hidden=35, matmul="tf32")

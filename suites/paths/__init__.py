@@ -67,6 +67,11 @@ class Trainer(Protocol):
         """This rank's part of every master weight; empty where the optimizer updates the parameters themselves."""
         ...
 
+    def saved(self) -> Mapping[str, Piece]:
+        """What the files of a checkpoint hold that this rank made, ``kind:name``; empty where there are none of whole
+        tensors."""
+        ...
+
     def optimized(self) -> Sequence[Tensor]:
         """Every parameter object that the optimizer was given, once per mention."""
         ...

@@ -30,6 +30,7 @@ from suites.lifecycle import CHANGED
 from suites.model import COLUMN, ROW, Decoder, build_model, parameter_shapes
 from suites.observe import Piece
 from suites.paths import Notice
+from suites.paths import deepspeed_checkpoint as checkpoints
 from suites.paths.deepspeed_pieces import gradient_piece, low_gradient_piece, master_piece, weight_piece
 from suites.precision import LOSS_SCALE, LOW
 
@@ -71,12 +72,22 @@ def build(case: Case, device: torch.device, notice: Notice) -> DeepSpeedTrainer:
         Exception: whatever DeepSpeed refuses the case with.
     """
     _prepare(device)
+    return DeepSpeedTrainer(case, start_engine(case, device, notice), device, notice)
+
+
+def start_engine(case: Case, device: torch.device, notice: Notice, more: Mapping[str, Any] | None = None) -> Any:
+    """Model and engine; `more` is configuration that only this engine gets.
+
+    Raises:
+        Exception: whatever DeepSpeed refuses the case with; what it had changed of the model by then goes with it.
+    """
     try:
         with contextlib.redirect_stdout(sys.stderr):  # some versions print diagnostics
             model = _unsharded(case, device, notice)
             before = _parts(model)
             try:
-                engine, *_ = deepspeed.initialize(model=model, config=configuration(case), **_optimizing(case, model))
+                config = {**configuration(case), **(more or {})}
+                engine, *_ = deepspeed.initialize(model=model, config=config, **_optimizing(case, model))
             except Exception as error:
                 setattr(error, CHANGED, _changes(before, _parts(model)))
                 raise
@@ -85,7 +96,7 @@ def build(case: Case, device: torch.device, notice: Notice) -> DeepSpeedTrainer:
         _forget()
         raise
     _notice(notice, "sharded", engine.module)
-    return DeepSpeedTrainer(case, engine)
+    return engine
 
 
 def _parts(model: nn.Module) -> dict[str, tuple[object, str]]:
@@ -222,10 +233,15 @@ def _install_loss(model: Decoder) -> None:
 class DeepSpeedTrainer:
     """One rank's engine behind the interface `suites.paths.Trainer`."""
 
-    def __init__(self, case: Case, engine: Any):
-        self.case = case
+    def __init__(self, case: Case, engine: Any, device: torch.device, notice: Notice):
+        self.case, self.device, self.notice = case, device, notice
+        self.steps = 0
+        self.checkpoint: dict[str, Piece] = {}
+        self._take(engine)
+
+    def _take(self, engine: Any) -> None:
         self.engine = engine
-        self.names = tuple(parameter_shapes(case))
+        self.names = tuple(parameter_shapes(self.case))
         sharded = groups._TENSOR_MODEL_PARALLEL_GROUP is not None
         self.tp_rank = dist.get_rank(groups.get_tensor_model_parallel_group()) if sharded else 0
         self.dp_rank = groups._get_data_parallel_rank()
@@ -258,10 +274,36 @@ class DeepSpeedTrainer:
         return {name: gradient_piece(parameter, self.case.zero, self.dp_rank) for name, parameter in trained.items()}
 
     def step(self) -> float | None:
-        """Clip, update, clear gradients. Norm before clipping; None at ZeRO 0, where DeepSpeed does not report one."""
+        """Clip, update, clear gradients. Norm before clipping; None at ZeRO 0, where DeepSpeed does not report one.
+
+        After the first step, resume if the case says so.
+        """
         self.engine.step()
         norm = self.engine.get_global_grad_norm()
+        self.steps += 1
+        if self.case.resume != "none" and self.steps == 1:
+            self.resume()
         return None if norm is None else float(norm)
+
+    def resume(self) -> None:
+        """Save, tear down, build anew with other weights, load: as a run does that was stopped and is resumed."""
+        universal = self.case.resume == "universal"
+        with checkpoints.shared_folder(self.device) as folder:
+            with contextlib.redirect_stdout(sys.stderr):
+                self.engine.save_checkpoint(str(folder / "saved"), tag=checkpoints.TAG)
+                if universal:
+                    checkpoints.make_universal(folder)
+                    self.checkpoint = checkpoints.universal_files(folder) if dist.get_rank() == 0 else {}
+            self._end()
+            more = {"checkpoint": {"load_universal": True}} if universal else {}
+            self._take(start_engine(self.case.but(seed=self.case.seed + 1), self.device, lambda *_: None, more))
+            with contextlib.redirect_stdout(sys.stderr):
+                checkpoints.load(self.engine, folder, universal=universal)
+        _notice(self.notice, "resumed", self.engine.module)
+
+    def saved(self) -> Mapping[str, Piece]:
+        """What the files of a universal checkpoint hold, ``kind:name``; on the first rank only."""
+        return self.checkpoint
 
     def weights(self) -> Mapping[str, Piece]:
         """This rank's part of each parameter as the model computes with it."""
@@ -297,6 +339,9 @@ class DeepSpeedTrainer:
 
     def close(self) -> None:
         """Destroy engine and process groups: neither hooks nor groups nor memory pass on to the next case."""
+        self._end()
+
+    def _end(self) -> None:
         engine, self.engine = self.engine, None
         try:
             engine.destroy()

@@ -740,6 +740,10 @@ class HandwrittenTrainer:
         """Own part of every fp32 master weight; empty where the weights themselves are updated."""
         return both_names(self.data_parallel.masters(), self.parameters())
 
+    def saved(self) -> dict[str, Piece]:
+        """None: a rank's file holds its own shards."""
+        return {}
+
     def zero_stage(self) -> int:
         """0, or by how the partitioned optimizer reduced its gradients: 1 all-reduce, 2 reduce-scatter."""
         return self.data_parallel.stage
