@@ -108,8 +108,8 @@ class RankObservation:
         switches: what changes numbers in this process (`suites.precision.switches`), read while the case ran.
         observing_seconds: wall clock of reading all this off the live model.
         trace: what was kept of a traced step; empty unless one was asked for.
-        saved: what a checkpoint's files hold, ``kind:name`` (fp32, exp_avg, exp_avg_sq, …); on the first rank only, and
-            only where the case makes files of whole tensors.
+        saved: what the files of a checkpoint of whole tensors hold, ``kind:name`` (fp32, exp_avg, …), on one rank; and
+            this rank's part of each (master) weight as it was saved, ``held:name``.
     """
 
     rank: int

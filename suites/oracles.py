@@ -9,6 +9,7 @@ oracles measure in predicted sigmas (`suites.numerics`) and leave the decision t
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from suites.lifecycle import broken_tie
 from suites.limits import BLIND, BLIND_LOW
 from suites.model import EMBEDDING, HEAD, initial_weights, parameter_shapes, trainable
 from suites.numerics import LIMITS, Deviation
-from suites.observe import Assembled, bitwise_equal
+from suites.observe import Assembled, ObservationError, assemble, bitwise_equal
 from suites.precision import AUTOCAST, LOW, MATMUL, master_dtype, measured_matmul
 from suites.reference import Evaluation
 from suites.replay import first_moments
@@ -226,9 +227,11 @@ def checkpoint(e: Evidence) -> Finding:
     Weights bit for bit, under both names of a tie and frozen ones too; moments as a replay of the first step has them,
     up to their own rounding.
     """
-    saved = {key: piece for rank in e.ranks.values() for key, piece in rank.saved.items()}
     if e.case.resume != "universal":
         return Finding("checkpoint", False, "no universal checkpoint was made")
+    saved = {
+        key: piece for rank in e.ranks.values() for key, piece in rank.saved.items() if not key.startswith("held:")
+    }
     problems = list(_wrong_files(e, {key: p.data.reshape(p.local_shape) for key, p in saved.items()}))
     many = f"{len(problems)} of {len(saved)} files of the universal checkpoint"
     if problems:
@@ -236,8 +239,15 @@ def checkpoint(e: Evidence) -> Finding:
     return Finding("checkpoint", False, f"all {len(saved)} files of the universal checkpoint hold what they should")
 
 
+def _held(e: Evidence, name: str) -> Tensor | None:
+    """The whole (master) weight as it was saved; None where it cannot be assembled."""
+    pieces = {place: rank.saved[f"held:{name}"] for place, rank in e.ranks.items() if f"held:{name}" in rank.saved}
+    with contextlib.suppress(ObservationError):
+        return assemble(name, pieces, parameter_shapes(e.case)[name], e.case.tp, e.case.dp).value
+    return None
+
+
 def _wrong_files(e: Evidence, files: Mapping[str, Tensor]) -> Iterator[str]:
-    after = e.masters[0] or e.weights[0]
     moments = first_moments(e)
     if not files:
         yield "there are none"
@@ -248,10 +258,12 @@ def _wrong_files(e: Evidence, files: Mapping[str, Tensor]) -> Iterator[str]:
                 yield f"fp32 of {name} is missing"
             continue
         found = files[f"fp32:{name}"]
-        whole = after.get(name) or e.weights[0].get(name) if trainable(e.case, name) else e.weights[0].get(name)
+        whole = _held(e, name)
         if tuple(found.shape) != tuple(shape):
             yield f"fp32 of {name} has {list(found.shape)}, the weight has {list(shape)}"
-        elif whole is not None and not bitwise_equal(found, whole.value.float()):
+        elif whole is None:
+            yield f"what fp32 of {name} should hold is not known"
+        elif not bitwise_equal(found, whole.float()):
             yield f"fp32 of {name} is not the weight after step 1"
         alias = e.case.tied and name in (EMBEDDING, HEAD)
         for kind, wanted in moments.get(name, {}).items():

@@ -16,6 +16,7 @@ from unittest import mock
 
 from suites.faults import (
     deepspeed,
+    deepspeed_checkpoint,
     graded,
     handwritten_alias,
     handwritten_checkpoint,
@@ -45,6 +46,7 @@ FAULTS: Mapping[str, Fault] = merged(
     handwritten_precision.TABLE,
     harness.TABLE,
     deepspeed.TABLE,
+    deepspeed_checkpoint.TABLE,
 )
 HARMLESS: Mapping[str, Fault] = merged(harmless.TABLE)
 

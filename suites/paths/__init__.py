@@ -68,8 +68,8 @@ class Trainer(Protocol):
         ...
 
     def saved(self) -> Mapping[str, Piece]:
-        """What the files of a checkpoint hold that this rank made, ``kind:name``; empty where there are none of whole
-        tensors."""
+        """What the files of a checkpoint of whole tensors hold, ``kind:name``, on the rank that made them; and this
+        rank's part of each (master) weight as it was saved, ``held:name``. Empty where there is no such checkpoint."""
         ...
 
     def optimized(self) -> Sequence[Tensor]:

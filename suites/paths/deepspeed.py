@@ -292,8 +292,10 @@ class DeepSpeedTrainer:
             with contextlib.redirect_stdout(sys.stderr):
                 self.engine.save_checkpoint(str(folder / "saved"), tag=checkpoints.TAG)
                 if universal:
+                    held = {**self.weights(), **self.masters()}
+                    self.checkpoint = {f"held:{name}": piece for name, piece in held.items()}
                     checkpoints.make_universal(folder)
-                    self.checkpoint = checkpoints.universal_files(folder) if dist.get_rank() == 0 else {}
+                    self.checkpoint |= checkpoints.universal_files(folder) if dist.get_rank() == 0 else {}
             self._end()
             more = {"checkpoint": {"load_universal": True}} if universal else {}
             self._take(start_engine(self.case.but(seed=self.case.seed + 1), self.device, lambda *_: None, more))
@@ -302,7 +304,7 @@ class DeepSpeedTrainer:
         _notice(self.notice, "resumed", self.engine.module)
 
     def saved(self) -> Mapping[str, Piece]:
-        """What the files of a universal checkpoint hold, ``kind:name``; on the first rank only."""
+        """What the files of a universal checkpoint hold, on the first rank, and what each rank held as it was saved."""
         return self.checkpoint
 
     def weights(self) -> Mapping[str, Piece]:

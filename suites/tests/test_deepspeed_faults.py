@@ -21,15 +21,46 @@ import torch.distributed as dist
 
 from suites import faults
 from suites.cases import Case
-from suites.faults.deepspeed import TABLE
+from suites.faults import deepspeed, deepspeed_checkpoint
 from suites.observe import Piece, RankObservation, bitwise_equal
 from suites.reference import ReferenceCache
 from suites.verdict import Judgement, judge
 
-FAULTS = list(TABLE.faults.values())
+FAULTS = [*deepspeed.TABLE.faults.values(), *deepspeed_checkpoint.TABLE.faults.values()]
 MINE = [fault for fault in FAULTS if "hang" not in fault.caught_by]  # ci/tests has those that hang
 NULL = list(dict.fromkeys(case for fault in MINE for case in (fault.case, fault.invisible)))
-CLASSES = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 26, 27, 28, 30, 31}
+CLASSES = {
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    9,
+    10,
+    11,
+    12,
+    13,
+    14,
+    15,
+    16,
+    17,
+    18,
+    19,
+    20,
+    21,
+    22,
+    23,
+    24,
+    25,
+    26,
+    27,
+    28,
+    30,
+    31,
+}
 Job = tuple[str, str | None, str]  # case id, fault, "" or what tells this run from an equal one
 JOBS: list[Job] = [
     *((case, None, "") for case in NULL),
