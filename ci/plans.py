@@ -36,6 +36,7 @@ class Plan:
     Args:
         budget_seconds: for the whole plan, start-up of ranks included, on two cores.
         selections: own cases; those of `base` come first.
+        recheck: so many cases, drawn anew for each run, are run once more alone and compared bit for bit.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Plan:
     budget_seconds: float
     selections: tuple[Selection, ...]
     base: Plan | None = None
+    recheck: int = 0
 
     def all_selections(self) -> Iterator[Selection]:
         """Selections of the base plans, then this plan's own."""
@@ -301,6 +303,7 @@ MATRIX = Plan(
     name="matrix",
     meaning="every factor of DeepSpeed's training: a covering array, and what fails or is refused by itself",
     budget_seconds=1200,
+    recheck=5,
     selections=(COVERED, *APART, *UNIVERSAL),
 )
 
@@ -308,6 +311,7 @@ NIGHTLY = Plan(
     name="nightly",
     meaning="pr, matrix, and meshes of four ranks, with the factors crossed with ZeRO",
     budget_seconds=1800,
+    recheck=5,
     base=PR,
     selections=(
         *MATRIX.selections,
@@ -388,6 +392,7 @@ FULL = Plan(
     name="full",
     meaning="nightly, and the factors crossed with one another, on more seeds",
     budget_seconds=3 * 3600,
+    recheck=20,
     base=NIGHTLY,
     selections=(
         _select(

@@ -103,6 +103,14 @@ def run(  # noqa: PLR0917 - each is an option, given by name on the command line
     reference_cache: Annotated[
         bool, typer.Option(help="Keep what the reference computes, for later cases and runs, in the cache.")
     ] = True,
+    recheck: Annotated[
+        int | None,
+        typer.Option(
+            help="So many cases are run once more alone and compared bit for bit (default: the plan's).",
+            min=0,
+            max=10_000,
+        ),
+    ] = None,
     known: Annotated[
         bool,
         typer.Option(help="Refusals and known issues of the suite's tables are as expected (`tiebench known`)."),
@@ -151,7 +159,9 @@ def run(  # noqa: PLR0917 - each is an option, given by name on the command line
         whole = len(plans.PLANS[plan or "smoke"].cases)
         name += f" ({len(chosen)} of its {whole} cases)" if not case and len(chosen) < whole else ""
         what = f"{len(chosen)} case{'s' if len(chosen) > 1 else ''}, results in {directory}"
-        task = partial(supervisor.run, chosen, directory, plan=name, **told)
+        if recheck is None:
+            recheck = 0 if case or others else plans.PLANS[plan or "smoke"].recheck
+        task = partial(supervisor.run, chosen, directory, plan=name, recheck=recheck, **told)
     else:
         what = f"going on with {directory}: {len(chosen)} of {len(before.plan.cases)} cases have no result"
         task = partial(supervisor.resume, directory, **told)

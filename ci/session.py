@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from ci import channel as ch
-from ci import costs, forkserver, outcomes, records, schedule
+from ci import costs, forkserver, outcomes, records, schedule, sticky
 from ci.exit_codes import FAILED, OK, USAGE
 from ci.forkserver import ForkServer, ServerGone
 from ci.history import History
@@ -168,6 +168,7 @@ class Session:
         self._closed = False
         self._attempts: dict[str, int] = {}
         self._in_judgement: Path | None = None  # observations that the judge has at this moment
+        self.rechecked: frozenset[Case] = frozenset()  # cases that are run once more alone, and compared
         self._at_work: int | None = None  # size of the set that runs a case at this moment
         self._given, self._own = server, list[ForkServer]()
         self._lost_servers, self._nodes = 0, nodes
@@ -306,6 +307,9 @@ class Session:
             with self._failing(flight):
                 flight.result |= self._judged(flight.case, flight.observations, flight.fault)
             flight.result.setdefault("judge_seconds", time.monotonic() - begin)
+            if flight.case in self.rechecked and flight.observations:
+                with self._failing(flight):
+                    self._recheck(flight)
         result = flight.result
         startup = result.get("startup_seconds", 0.0)
         self.startup_seconds += startup
@@ -696,6 +700,28 @@ class Session:
             raise RunFailed(outcomes.cause(outcome) if outcome.failures or outcome.deaths else outcome.places())
         return observations
 
+    def _recheck(self, flight: Flight) -> None:
+        """Run a case once more, on ranks that have run none before, and compare; the finding goes into its result."""
+        assert flight.observations
+        alone, warm = flight.observations / "alone", self.sets
+        self.sets = {}
+        try:
+            self._again(flight.case, alone, flight.fault)
+            found = sticky.difference(flight.observations, alone)
+        except RunFailed as error:
+            found = f"alone it did not end well: {error}"
+        finally:
+            self._kill_all(keep_judge=True)
+            self.sets = warm
+        told = f"alone it comes to something else, first in {found}" if found else "alone it is the same, bit for bit"
+        finding = records.Finding(oracle="sticky", flagged=bool(found), evidence=told)
+        result = flight.result
+        result["findings"] = (*result.get("findings", ()), finding)
+        if found:
+            before = result.get("oracle")
+            evidence = f"sticky: {told}; {result.get('evidence', '')}"
+            result |= {"verdict": "bug", "oracle": f"{before}, sticky" if before else "sticky", "evidence": evidence}
+
     def _places(self, flight: Flight) -> str:
         if flight.observations:
             return "its ranks had finished, and it was being judged"
@@ -719,12 +745,12 @@ class Session:
         ranks.kill()
         return ranks.leftovers
 
-    def _kill_all(self, but: int | None = None) -> None:
+    def _kill_all(self, but: int | None = None, *, keep_judge: bool = False) -> None:
         """End all sets, but for that of one size."""
         for size in list(self.sets):
             if size != but:
                 self._drop(size)
-        if self._in_judgement:  # it may wait for ranks that are gone
+        if self._in_judgement and not keep_judge:  # it may wait for ranks that are gone
             self.judge.close()
             self._in_judgement = None
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from ci import costs, forecast, forkserver, history, records, schedule
+from ci import costs, forecast, forkserver, history, records, schedule, sticky
 from ci.exit_codes import FAILED
 from ci.forkserver import ForkServer
 from ci.history import History
@@ -41,6 +41,7 @@ def run(
     on_record: OnRecord | None = None,
     on_start: OnStart | None = None,
     report_every: float | None = None,
+    recheck: int = 0,
     server: ForkServer | None = None,
     nodes: Nodes | None = None,
 ) -> Run:
@@ -55,6 +56,7 @@ def run(
         on_record: hears of every record once it is on disk.
         on_start: hears of every case before it starts.
         report_every: seconds between two reports while the run is going; None: none.
+        recheck: so many cases, drawn by the run's id, are run once more alone and compared bit for bit (`ci.sticky`).
         server, nodes: as of `Session`.
 
     Raises:
@@ -65,7 +67,8 @@ def run(
         plan, cases, (), out, budget, spent=spent, subject=subject, settings=settings, command=command
     )
     session = Session(out, ahead, subject, settings, on_record, past=past, server=server, nodes=nodes)
-    return _execute(session, ahead.cases, frozenset(), on_start, report_every)
+    session.rechecked = sticky.sample(ahead.cases, recheck, out.resolve().name)
+    return _execute(session, ahead.cases, session.rechecked, on_start, report_every)
 
 
 def resume(
