@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ci import ladder as climbing
 from ci import plans, records, supervisor
 from ci.display import Printer
 from ci.exit_codes import FAILED, OK, USAGE
@@ -20,6 +19,9 @@ from ci.ranks import Settings
 from ci.subject import SetupError
 from ci.targets import KINDS
 from suites.cases import Case, CaseError
+
+if TYPE_CHECKING:  # reports read with pandas, which takes a second to import
+    from ci import ladder as climbing
 
 
 class LadderFormat(str, Enum):
@@ -83,6 +85,8 @@ def ladder(  # noqa: PLR0917 - each is an option, given by name on the command l
     budget = None if case else plans.PLANS[name].budget_seconds
     directory = Path(out) if out is not None else default_out(f"{name}-ladder")
     settings = Settings(device=device, case_limit=case_limit, known=False, say=say)
+    from ci import ladder as climbing  # noqa: PLC0415
+
     made = climbing.Ladder(chosen, directory, settings, say, f"{name} ({len(chosen)} cases)", budget)
     try:
         with supervisor.interruptible():
@@ -121,6 +125,7 @@ def _climbed(made: climbing.Ladder, requirements: Sequence[str], form: LadderFor
 
 
 def _bisected(made: climbing.Ladder, place: str, span: str, most_builds: int, form: LadderFormat) -> int:
+    from ci import ladder as climbing  # noqa: PLC0415
     from reports import ladder as reading  # noqa: PLC0415
     from reports.text import md  # noqa: PLC0415
 

@@ -28,7 +28,7 @@ import psutil
 
 from ci import channel as ch
 from ci import hangs
-from ci.forkserver import Child, ForkServer
+from ci.forkserver import ONE_ISA, Child, ForkServer
 from ci.hangs import Hang
 
 Launcher = Literal["fork", "spawn", "torchrun", "external"]
@@ -265,7 +265,7 @@ class RankSet:
     def launch(self) -> None:
         """Start the processes (or say how to) and return at once."""
         command, extra = worker_command()
-        environment = clean_environment() | extra
+        environment = ONE_ISA | clean_environment() | extra
         environment |= {ch.CONTROL: self.address, ch.TOKEN: self._token, "OMP_NUM_THREADS": "1", hangs.MARK: self._mark}
         if self.settings.host.startswith("127."):
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

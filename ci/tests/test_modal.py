@@ -28,6 +28,7 @@ from ci.records import EVENTS, LogError, read_run
 from ci.session import Flight, Session
 from ci.shards import Night, Store
 from ci.tests.conftest import ROOT, environment
+from suites import expectations
 from suites.cases import Case
 
 SEEDS = [Case("handwritten", layers=1, tp=1, seed=seed) for seed in range(3)]
@@ -99,6 +100,7 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
             return {"status": "finished", "verdict": "exact", "wall_seconds": 0.1}
 
         monkeypatch.setattr(Session, "_attempt", attempt)
+        monkeypatch.setattr(expectations, "entries", lambda: ())  # what ends at once is never as known
         return ran
 
     return replace
@@ -134,9 +136,12 @@ def test_the_others_declare_schedules_and_need_no_gpu(modal_app):
         assert list(info.volumes) == [modal_app.MOUNT]
 
 
-def test_every_case_of_a_night_gets_its_gpus(modal_app):
+def test_the_cases_of_a_night_get_their_gpus_but_for_the_few_of_eight_ranks(modal_app):
     (_, count), *_ = modal_app.run_shard.info().gpus
-    assert max(case.world_size for case in plans.PLANS[modal_app.CONFIG.plan].cases) <= count
+    cases = plans.PLANS[modal_app.CONFIG.plan].cases
+    larger = [case for case in cases if case.world_size > count]  # on the container's CPU
+    assert {case.world_size for case in larger} <= {8}
+    assert len(larger) < 0.03 * len(cases)
 
 
 def test_limits_nest_as_declared(modal_app):

@@ -545,11 +545,12 @@ def test_a_clock_that_jumps_changes_nothing_but_time_stamps(tmp_path, server, mo
 
 
 def test_a_second_run_in_the_same_directory_is_refused_while_the_first_one_is_going(tmp_path):
-    first = start_run(tmp_path, ALONE.id, CLEAN.id, patched=False)
+    seeds = [ALONE.but(seed=seed).id for seed in range(1, 100)]  # work for longer than the other two take to start
+    first = start_run(tmp_path, ALONE.id, CLEAN.id, *seeds, patched=False)
     wait_until(lambda: bool(rows(tmp_path / "run")), "the first row")
     for words in (("--out", "run", "--case", ALONE.id), ("--resume", "run")):
         second = tiebench("run", *words, "--device", "cpu", cwd=tmp_path)
         assert second.returncode == 2, second.stdout
         assert ("is still going" if words[0] == "--resume" else "already holds a run") in second.stderr
-    assert first.wait(120) == 0
-    assert [r.verdict for r in read_run(tmp_path / "run").records] == ["rounding", "rounding"]
+    assert first.wait(240) == 0
+    assert {r.verdict for r in read_run(tmp_path / "run").records} == {"rounding"}

@@ -78,7 +78,7 @@ def test_defaults_are_frozen():
         ("handwritten:batch=1,sequence=4", "too few tokens"),
         ("handwritten:logit_scale=0", "nothing of the softmax"),
         ("deepspeed:loss=smoothed", "the mean cross-entropy and nothing else"),
-        ("deepspeed:resume=reload", "not built yet"),
+        ("deepspeed:resume=universal", "without ZeRO there are none"),
         ("handwritten:head=unmatched", "no pattern-based configuration"),
         ("deepspeed:frozen=head", "a tied head is the embedding"),
         ("deepspeed:init=meta", "breaks a tie"),
