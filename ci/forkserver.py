@@ -36,7 +36,7 @@ import msgspec
 from ci import channel as ch
 
 Role = Literal["rank", "judge"]
-# Which precisions a CPU has, and the instructions that oneDNN multiplies with, are the same on every machine, unless the
+# Which precisions a CPU has, and the instructions that oneDNN multiplies with, are the same on every machine, unless a
 # user says otherwise: with AMX-FP16 torch has fp16 on CPU, DeepSpeed does not refuse it, and no two nights compare.
 ONE_ISA = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 LINGER = 5.0  # seconds that the server has for its answer to a fork, and to end
