@@ -40,6 +40,14 @@ def _refusal(
 
 REFUSALS: tuple[Entry, ...] = (
     _refusal(
+        "partition-config-unknown",
+        "<0.18.6",
+        message=r"partition_config\s+Extra inputs are not permitted",
+        why="the configuration of sharding by name, partition_config, came with 0.18.6",
+        minimal="deepspeed:head=row",
+        when=lambda case: case.tp > 1,
+    ),
+    _refusal(
         "vocab-option-unknown",
         "<0.19.8",
         message=r"vocab_parallel_lm_head\s+Extra inputs are not permitted",

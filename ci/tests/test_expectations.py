@@ -100,7 +100,7 @@ def test_an_expectation_that_is_not_met_is_never_green():
 
 @pytest.mark.real
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("version", ["0.19.8", "0.19.6", "0.19.5"])
+@pytest.mark.parametrize("version", ["0.19.8", "0.19.6", "0.19.5", "0.18.9"])
 def test_each_entry_s_minimal_case_comes_out_as_it_says(tmp_path, version):
     mine = [entry for entry in entries() if entry.holds_for(version)]
     words = [word for entry in mine for word in ("--case", entry.minimal)]
