@@ -36,9 +36,6 @@ import msgspec
 from ci import channel as ch
 
 Role = Literal["rank", "judge"]
-# Which precisions a CPU has, and the instructions that oneDNN multiplies with, are the same on every machine, unless a
-# user says otherwise: with AMX-FP16 torch has fp16 on CPU, DeepSpeed does not refuse it, and no two nights compare.
-ONE_ISA = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 LINGER = 5.0  # seconds that the server has for its answer to a fork, and to end
 
 
@@ -188,7 +185,7 @@ class ForkServer:
         """
         ours, theirs = socket.socketpair()
         try:
-            environment = {**ONE_ISA, **environment, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+            environment = {**environment, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
             if threading.current_thread() is threading.main_thread():  # the kernel watches the thread, not the process
                 environment[ch.DIE_WITH_PARENT] = str(os.getpid())
             with open(log, "ab") as stream:

@@ -72,6 +72,8 @@ def ladder(  # noqa: PLR0917 - each is an option, given by name on the command l
 
     Exit code 0 when all builds could be asked, 1 when one could not.
     """
+    from ci import ladder as climbing  # noqa: PLC0415
+
     if (commits is None) != (repo is None):
         fail("--commits and --repo go together")
     if commits is not None and targets:
@@ -85,8 +87,6 @@ def ladder(  # noqa: PLR0917 - each is an option, given by name on the command l
     budget = None if case else plans.PLANS[name].budget_seconds
     directory = Path(out) if out is not None else default_out(f"{name}-ladder")
     settings = Settings(device=device, case_limit=case_limit, known=False, say=say)
-    from ci import ladder as climbing  # noqa: PLC0415
-
     made = climbing.Ladder(chosen, directory, settings, say, f"{name} ({len(chosen)} cases)", budget)
     try:
         with supervisor.interruptible():

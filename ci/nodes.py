@@ -33,7 +33,7 @@ import msgspec
 
 from ci import channel as ch
 from ci.exit_codes import FAILED
-from ci.forkserver import ONE_ISA, ForkServer, Options, ServerGone
+from ci.forkserver import ForkServer, Options, ServerGone
 from ci.ranks import clean_environment, listen, module_command
 from ci.subject import PACKAGE, SetupError, version
 from suites.cases import PATHS
@@ -329,7 +329,7 @@ def _start_server(
     connection.sendall(msgspec.json.encode(hello) + b"\n")
     command, extra = module_command("ci.forkserver")
     logs = Path(welcome.directory) / "logs"
-    environment = ONE_ISA | clean_environment() | extra | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment = clean_environment() | extra | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     environment[ch.DIE_WITH_PARENT] = str(os.getpid())
     with connection, open(logs / f"forkserver-node{where.node}.log", "ab") as stream:
         return subprocess.Popen(

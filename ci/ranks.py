@@ -28,7 +28,7 @@ import psutil
 
 from ci import channel as ch
 from ci import hangs
-from ci.forkserver import ONE_ISA, Child, ForkServer
+from ci.forkserver import Child, ForkServer
 from ci.hangs import Hang
 
 Launcher = Literal["fork", "spawn", "torchrun", "external"]
@@ -265,7 +265,7 @@ class RankSet:
     def launch(self) -> None:
         """Start the processes (or say how to) and return at once."""
         command, extra = worker_command()
-        environment = ONE_ISA | clean_environment() | extra
+        environment = clean_environment() | extra
         environment |= {ch.CONTROL: self.address, ch.TOKEN: self._token, "OMP_NUM_THREADS": "1", hangs.MARK: self._mark}
         if self.settings.host.startswith("127."):
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -644,9 +644,15 @@ _FOREIGN = {
 }  # fmt: skip
 
 
+# Which precisions a CPU has, and the instructions that oneDNN multiplies with, are the same on every machine, unless a
+# user says otherwise: with AMX-FP16 torch has fp16 on CPU, DeepSpeed does not refuse it, and no two nights compare.
+_ONE_ISA = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+
+
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what an outer launcher, or an outer tiebench, said of its own ranks."""
-    return {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+    """This process's environment without what an outer launcher, or an outer tiebench, said of its own ranks, and with
+    one set of CPU instructions where the user chose none."""
+    return _ONE_ISA | {name: value for name, value in os.environ.items() if name not in _FOREIGN}
 
 
 def listen(host: str, world_size: int) -> socket.socket:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from ci import channel as ch
 from ci import costs, forkserver, outcomes, records, schedule, sticky
 from ci.exit_codes import FAILED, OK, USAGE
-from ci.forkserver import ONE_ISA, ForkServer, ServerGone
+from ci.forkserver import ForkServer, ServerGone
 from ci.history import History
 from ci.judge import Judge, JudgeGone, Process, TooSlow
 from ci.nodes import Nodes
@@ -589,7 +589,7 @@ class Session:
 
     def _launch_judge(self, variables: Mapping[str, str]) -> Process:
         """Start the judge's process."""
-        environment = ONE_ISA | clean_environment() | {"OMP_NUM_THREADS": "1", **variables}
+        environment = clean_environment() | {"OMP_NUM_THREADS": "1", **variables}
         logs = self.directory.resolve() / "logs"
         logs.mkdir(exist_ok=True)
         with contextlib.suppress(ServerGone):

@@ -46,7 +46,7 @@ KNOWN_ISSUES: tuple[Entry, ...] = (
         minimal="deepspeed:head=row,zero=3",
         observed="AssertionError as the engine is built",
         right="a refusal that names both settings, or training; 0.19.4 trains",
-        reasoning="_configure_tensor_parallel (runtime/engine.py) asserts the stage instead of raising an error",
+        reasoning="_configure_tensor_parallel_states (runtime/engine.py) asserts the stage instead of raising an error",
     ),
     _issue(
         "gathered-head-not-gathered",
@@ -60,11 +60,11 @@ KNOWN_ISSUES: tuple[Entry, ...] = (
         observed="each rank gets its own part of the logits, and the loss fails; tied, the embedding has a part of the "
         "rows and the lookup fails",
         right="whole logits on every rank; 0.19.4 gives them for even shards, 0.19.6 for all",
-        reasoning="the replaced layer has no gather in its forward (module_inject/layers.py)",
+        reasoning="LinearLayer (module_inject/layers.py) cuts the weight, a shared one too, and knows no gather_output",
     ),
     _issue(
         "split-views-updated-in-place",
-        ">=0.18.6,<0.19.0",
+        ">=0.18.7,<0.19.0",
         when=lambda case: case.dp > 1,
         cases={"zero": (1, 2)},
         verdicts=("crash",),
@@ -73,8 +73,8 @@ KNOWN_ISSUES: tuple[Entry, ...] = (
         minimal="deepspeed:tie=untied,head=row,zero=2,tp=1,dp=2",
         observed="RuntimeError: Output 0 of Split is a view and is being modified inplace",
         right="training, as with later versions",
-        reasoning="the flat buffer's partitions are views of a multi-view function that autograd tracks "
-        "(runtime/zero/stage_1_and_2.py), and newer versions of torch refuse to write into them",
+        reasoning="parameters are flattened on their device without detach() (runtime/zero/stage_1_and_2.py, in 0.19.0 "
+        "with it): autograd tracks the flat buffer, and the update writes into views of it; the same without tiebench",
     ),
     _issue(
         "row-head-tie-broken",
@@ -114,7 +114,8 @@ KNOWN_ISSUES: tuple[Entry, ...] = (
         minimal="deepspeed:tie=untied,head=gathered,hidden=35,vocab=67",
         observed="0.19.5 shards over hidden",
         right="a head sharded over the vocabulary with gathered logits; 0.19.6 has it",
-        reasoning="the name lm_head decides, gather_output is not looked at (module_inject/auto_tp.py)",
+        reasoning="for uneven shards _create_column_parallel_layer (module_inject/auto_tp.py) falls back to "
+        "LmHeadLinearAllreduce, the layer of row-head-wrong",
     ),
     _issue(
         "accumulation-counted-twice",
@@ -126,8 +127,8 @@ KNOWN_ISSUES: tuple[Entry, ...] = (
         minimal="deepspeed:head=unmatched,accumulate=2",
         observed="every gradient is half of what it should be",
         right="the mean over micro-batches; 0.19.6 gives it",
-        reasoning="the engine's hook scales the gradient at every output of the model, and the logits' passes it on to "
-        "the loss's (backward in runtime/engine.py)",
+        reasoning="_backward_prologue_per_tensor (runtime/engine.py) divides the gradient at every output of the "
+        "model: once at the loss, and again where it passes the logits on its way down",
     ),
     _issue(
         "refused-too-late",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -136,6 +138,15 @@ def test_strangers_at_the_door_are_turned_away(session):
 
 def _hello(token: str) -> dict[str, object]:
     return {"kind": "hello", "token": token, "rank": 0, "world_size": 1, "pid": 1, "host": "here"}
+
+
+def test_the_precisions_of_a_cpu_are_the_same_everywhere_unless_the_user_chooses(monkeypatch):
+    ask = [sys.executable, "-c", "import torch; print(torch.ops.mkldnn._is_mkldnn_fp16_supported())"]
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    theirs = ranks_module.clean_environment()
+    assert subprocess.run(ask, env=theirs, capture_output=True, text=True, check=True).stdout == "False\n"
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert ranks_module.clean_environment()["ONEDNN_MAX_CPU_ISA"] == "AVX2"
 
 
 def test_torchrun_starts_the_same_worker(session):
