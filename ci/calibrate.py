@@ -26,14 +26,16 @@ import torch
 from ci import plans, records
 from ci.display import duration
 from ci.judge import observations
+from ci.outcomes import version_of
 from ci.ranks import Settings
 from ci.records import LogError, Record
 from ci.session import Plan, Session
-from ci.subject import PACKAGE, version
+from ci.subject import INSTALLED, PACKAGE, version
 from suites import calibration
 from suites.calibration import Job, Result, Run
 from suites.cases import Case
 from suites.evidence import Evidence, ReferenceFailed
+from suites.expectations import expectation
 from suites.observe import ObservationError, RankObservation
 from suites.precision import arithmetic
 from suites.reference import ReferenceCache
@@ -79,6 +81,8 @@ class _Session(Session):
 def jobs(*, quick: bool, paths: Sequence[str], precisions: Sequence[str], device: str) -> list[Job]:
     """What a calibration runs: all null cases of plan nightly where a path is a framework's.
 
+    A case that the installed build is known to refuse or to get wrong is no null case (`suites.expectations`).
+
     Args:
         precisions: keys of `suites.precision.UNIT_ROUNDOFF`.
         device: "auto" or "cpu"; on GPUs no case has more ranks than there are GPUs, and truncation is left out.
@@ -87,7 +91,9 @@ def jobs(*, quick: bool, paths: Sequence[str], precisions: Sequence[str], device
     if device == "auto" and torch.cuda.is_available():
         ranks = min(ranks, torch.cuda.device_count())
         precisions = [precision for precision in precisions if precision != "tf32_truncated"]
-    cases = [case for case in plans.PLANS["nightly"].cases if case.path in paths and case.path != calibration.PATH]
+    versions = {path: version_of(INSTALLED.target(path)) for path in paths if path != calibration.PATH}
+    planned = (case for case in plans.PLANS["nightly"].cases if case.path in versions)
+    cases = [case for case in planned if expectation(case, versions[case.path]) is None]
     size = calibration.QUICK if quick else calibration.FULL
     own = calibration.PATH in paths
     return calibration.plan(size, cases, own=own, precisions=precisions, ranks=ranks)

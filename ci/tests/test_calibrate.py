@@ -8,7 +8,7 @@ import subprocess
 import msgspec
 import pytest
 
-from ci import calibrate
+from ci import calibrate, plans
 from ci.ranks import Settings
 from ci.records import LogError
 from ci.tests.conftest import ROOT, tiebench
@@ -61,6 +61,13 @@ def test_jobs_run_on_ranks_and_are_gone_on_with(tmp_path):
     assert "Everything is as it must be." in (out / calibrate.MARKDOWN).read_text()
     part = calibrate.write(out, [*JOBS, Job("null", CASE.but(seed=2).id)])
     assert "1 of 8 runs are missing" in part.problems[0]
+
+
+def test_what_a_framework_is_known_to_get_wrong_is_no_null_case():
+    found = calibrate.jobs(quick=False, paths=["deepspeed"], precisions=["bfloat16"], device="cpu")
+    cases = [Case.parse(job.case) for job in found]
+    assert {case.zero for case in cases} == {1, 2, 3}, "without ZeRO, DeepSpeed sums in bf16"
+    assert any(case.zero == 0 and case.dtype == "bfloat16" for case in plans.PLANS["nightly"].cases)
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path):
